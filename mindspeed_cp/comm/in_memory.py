@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from torch import Tensor, no_grad
+from torch import Tensor, no_grad, uint8
 
 from mindspeed_cp.comm.exchange import ExchangeBuffers
 from mindspeed_cp.comm.transport import Transfer
@@ -120,9 +120,9 @@ class InMemoryTransport:
         for item, transfer in zip(pending, transfers, strict=True):
             if not transfer.tensor.is_contiguous():
                 raise PeerError(f"{item.description}: the tensor is not contiguous")
-            if not transfer.sends and transfer.tensor.is_floating_point():
+            if not transfer.sends:
                 with no_grad():
-                    transfer.tensor.fill_(float("nan"))
+                    transfer.tensor.view(uint8).fill_(NAN_BYTE)
             self._network.unfinished[item] = None
             self._network.match(item)
         return pending

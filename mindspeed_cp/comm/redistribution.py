@@ -1,8 +1,8 @@
 """Redistribution of tensors between layouts: all-to-all-v over rows and heads, in two phases (post, then finish).
 
 Every rank sends each peer one message with the rows and heads that the peer needs, as NCCL and HCCL do inside their
-all-to-all-v. Small rows of several tensors for one peer, as of q, k and v, are packed into one message
-(:data:`mindspeed_cp.layout.redistribution.PACKED_BYTES`). Of a single tensor, contiguous rows with all heads are sent
+all-to-all-v. Few rows of several tensors for one peer, as of q, k and v, are packed into one message
+(:func:`mindspeed_cp.layout.redistribution.is_one_message`). Of a single tensor, contiguous rows with all heads are sent
 and received in place; other rows pass through a staging copy.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mindspeed_cp.comm.transport import Pending, Transfer, Transport, staging_buffer
 from mindspeed_cp.layout import Redistribution, ragged_arange
-from mindspeed_cp.layout.redistribution import PACKED_BYTES
+from mindspeed_cp.layout.redistribution import is_one_message
 from mindspeed_cp.ops.rows import RowIndex, add_rows, put_rows, take_rows
 
 
@@ -136,7 +136,7 @@ class RedistributionsInFlight:
 def start_redistributions(
     work: Sequence[tuple[Tensor, RankRedistribution]], transport: Transport | None, label: str, tag: int = 0
 ) -> RedistributionsInFlight:
-    """Post several redistributions at once. What goes to one peer is one message, if it has at most PACKED_BYTES.
+    """Post several redistributions at once. What goes to one peer is one message, if it is small.
 
     Args:
         work: for each redistribution, the contiguous input of this rank [rows, heads, dim]; dims and types may differ.
@@ -166,7 +166,7 @@ def start_redistributions(
     transfers: list[Transfer] = []
     unpackers: list[Callable[[], None]] = []
     for (peer, sends), together in messages.items():
-        is_packed = sum(piece.bytes for piece in together) <= PACKED_BYTES
+        is_packed = is_one_message([piece.bytes for piece in together])
         for pieces in [together] if is_packed else [[piece] for piece in together]:
             if sends:
                 buffer = _send_buffer(pieces)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from mindspeed_cp.comm import RankRedistribution
 from mindspeed_cp.engine.schedule import P2POp
+from mindspeed_cp.layout.redistribution import is_one_message
 
 #: Activities of the engine: attention kernels; gathering rows and posting messages; waiting for messages; copying or
 #: adding received rows to their destination.
@@ -67,7 +68,7 @@ class TimeSpan(NamedTuple):
 
 
 class MessageTiming(NamedTuple):
-    """A message as one of its two ends saw it. Keys and values, or their gradients, count as one message.
+    """A message as one of its two ends saw it. Keys and values between steps, or their gradients, count as one message.
 
     Attributes:
         kind: "keys", "gradients", "redistribution" or "hidden_states", as in :data:`mindspeed_cp.plan.transfers.KINDS`.
@@ -218,16 +219,17 @@ class PartRecorder:
     ) -> None:
         """Record that redistributions posted at a mark were waited for and unpacked."""
         now = self.record_span(WAIT, since, None)
+        sizes: dict[tuple[bool, int], list[int]] = {}  # of each tensor, by direction and peer
         for x, redistribution in work:
             row = x.shape[2:].numel() * x.element_size()
             for sends, parts in ((True, redistribution.to_send), (False, redistribution.to_receive)):
                 for part in parts:
                     size = part.count * (part.heads.stop - part.heads.start) * row
-                    self._recorder.add_message(
-                        MessageTiming(
-                            self._redistribution_kind, self._origin, sends, part.peer, None, None, size, posted, now
-                        )
-                    )
+                    sizes.setdefault((sends, part.peer), []).append(size)
+        kind, place = self._redistribution_kind, self._origin
+        for (sends, peer), together in sizes.items():
+            for size in [sum(together)] if is_one_message(together) else together:
+                self._recorder.add_message(MessageTiming(kind, place, sends, peer, None, None, size, posted, now))
 
 
 _recorder: Recorder | None = None

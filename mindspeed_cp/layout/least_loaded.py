@@ -28,13 +28,14 @@ def assign_to_least_loaded(
         sizes: how much of the bound each item takes; 1 if not given.
         filled: how much of the bound each bin has taken before; what the items take is added.
         bound: most that a bin takes.
-        order: all bins, as "the first one" is meant; default: ascending.
+        order: all bins; of equal ones the first here is taken. Default: ascending.
 
     Returns:
         The bin of each item, up to the first item that no bin has room for.
     """
     filled = [0.0] * len(loads) if filled is None else filled
-    heap = [(loads[number], 0, place, number) for place, number in enumerate(order or range(len(loads)))]
+    order = range(len(loads)) if order is None else order
+    heap = [(loads[number], 0, place, number) for place, number in enumerate(order)]
     heapq.heapify(heap)
     without_room: list[tuple[float, tuple[float, int, int, int]]] = []  # by negative room: the most room comes first
     bins: list[int] = []

@@ -137,12 +137,20 @@ class Redistribution:
         return count.astype(np.int64)
 
 
-def packed_pairs(moved: Sequence[tuple[Redistribution, float, int]]) -> list[np.ndarray]:
-    """Return which rows of redistributions that are posted together travel in one message with those of others.
+#: A redistribution, the bytes of a row of one head, and the number of tensors that have such rows together.
+Moved = tuple[Redistribution, float, int]
+
+
+def is_one_message(sizes: Sequence[int]) -> bool:
+    """Return whether rows of several tensors, of so many bytes each, travel between two ranks as one message."""
+    return len(sizes) > 1 and sum(sizes) <= PACKED_BYTES
+
+
+def packed_pairs(moved: Sequence[Moved]) -> list[np.ndarray]:
+    """Return which rows of redistributions that are posted together are one message (:func:`is_one_message`).
 
     Args:
-        moved: redistributions between the same ranks; of each the bytes of a row of one head, and the number of tensors
-            with such rows.
+        moved: redistributions between the same ranks.
 
     Returns:
         For each redistribution, bool [rank_pairs]; for pairs of a rank with itself without meaning.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mindspeed_cp.layout import Redistribution
-from mindspeed_cp.layout.redistribution import packed_pairs
+from mindspeed_cp.layout.redistribution import Moved, packed_pairs
 from mindspeed_cp.layout.runs import concatenate_records
 from mindspeed_cp.plan.parts import part_ends
 from mindspeed_cp.plan.program import Plan, Program
@@ -30,9 +30,6 @@ TRANSFER = np.dtype(
     ]
 )
 
-
-#: A redistribution, the bytes of a row of one head, and the number of tensors with such rows.
-Moved = tuple[Redistribution, float, int]
 
 #: Bytes that a rank sends in one forward and backward: K/V of fetches in the forward and in the backward, gradients of
 #: reduces, and redistributions between the layouts of the caller and of the computation, forward and backward.

@@ -18,7 +18,7 @@ from mindspeed_cp.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CLUSTERS = ROOT / "configs" / "clusters"
-NAMES = ("a2", "a3", "a3_superpod", "a800", "a950", "atlas350", "h200", "h800")
+NAMES = ("a2", "a3", "a3_superpod", "a800", "a950", "atlas350", "h200", "h800", "laptop_cpu")
 KEYS = [field.name for field in dataclasses.fields(Cluster)]
 
 

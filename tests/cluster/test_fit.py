@@ -121,7 +121,8 @@ def test_tile_rows_of_the_presets_are_fitted_to_the_profile() -> None:
     seconds = np.array([float(row["duration_per_doc"]) for row in rows]) * 1e-3
     flops = 4 * 128 * (64 / tp) * length**2 / (2 * cp)
     fit = fit_attention(flops, length / cp, np.ones(len(rows)), seconds)
-    assert {load_cluster(name).tile_rows for name in cluster_names()} == {round(fit.tile_rows)}
+    accelerators = set(cluster_names()) - {"laptop_cpu"}
+    assert {load_cluster(name).tile_rows for name in accelerators} == {round(fit.tile_rows)}
     assert fit.rate == pytest.approx(334.6e12, rel=1e-3) and fit.launch == pytest.approx(20.8e-6, rel=1e-2)
     error = fit.fit.summary()
     assert error["median_error"] == pytest.approx(0.052, abs=1e-3)

@@ -15,7 +15,6 @@ from mindspeed_cp.comm import (
     rank_redistribution,
     start_redistributions,
 )
-from mindspeed_cp.comm import redistribution as comm_redistribution
 from mindspeed_cp.layout import Documents, Redistribution, contiguous, zigzag
 from mindspeed_cp.layout import redistribution as layout_redistribution
 from mindspeed_cp.layout.redistribution import PACKED_BYTES, packed_pairs
@@ -69,8 +68,7 @@ def moved(inputs, parts, meters, transports):
 
 def limit_messages(monkeypatch, most):
     """Several tensors are one message if they have at most so many bytes."""
-    for module in (comm_redistribution, layout_redistribution):
-        monkeypatch.setattr(module, "PACKED_BYTES", most)
+    monkeypatch.setattr(layout_redistribution, "PACKED_BYTES", most)
 
 
 def in_memory(ranks):
@@ -78,8 +76,14 @@ def in_memory(ranks):
     return [network.transport(rank) for rank in range(ranks)]
 
 
-def on_gloo(rank, group, seed):
+def on_gloo(rank, group, seed, most):
     """What a rank has after a move, and after its adjoint."""
+    with pytest.MonkeyPatch.context() as patch:
+        limit_messages(patch, most)
+        return moved_on_gloo(rank, group, seed)
+
+
+def moved_on_gloo(rank, group, seed):
     redistribution, transport = pair(torch.distributed.get_world_size(group), seed), GroupTransport(group, 30)
     there, back = (rank_redistribution(redistribution, rank, CPU, adjoint=adjoint) for adjoint in (False, True))
     held = [redistribution.source.shard(x, rank) for x in whole(seed)]
@@ -152,12 +156,13 @@ def test_what_goes_to_a_peer_is_one_message_of_several_types(monkeypatch):
     assert {t.tensor.dtype for t in posted.pop()} == {torch.float32}
 
 
+@pytest.mark.parametrize("most", [0, 200, PACKED_BYTES], ids="in one message: {}".format)
 @pytest.mark.parametrize("ranks", [3, 4])
-def test_a_process_group_moves_the_same(workers, ranks):
+def test_a_process_group_moves_the_same(workers, ranks, most):
     for seed in (2, 3):
         redistribution, tensors = pair(ranks, seed), whole(seed)
         held = [[redistribution.source.shard(x, rank) for x in tensors] for rank in range(ranks)]
-        results = workers.run(ranks, on_gloo, seed)
+        results = workers.run(ranks, on_gloo, seed, most)
         for direction, adjoint in enumerate((False, True)):
             parts = [rank_redistribution(redistribution, rank, CPU, adjoint=adjoint) for rank in range(ranks)]
             held = moved(held, parts, [Meter() for _ in range(ranks)], in_memory(ranks))

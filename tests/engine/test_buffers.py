@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from mindspeed_cp.comm import InMemoryTransport
-from mindspeed_cp.comm import redistribution as comm_redistribution
 from mindspeed_cp.config import capabilities
 from mindspeed_cp.engine import Stepping
 from mindspeed_cp.layout import redistribution as layout_redistribution
@@ -143,8 +142,7 @@ def test_bytes_sent_and_allocated_are_those_of_the_plan(variant, ranks):
 @pytest.mark.parametrize("most", [1000, PACKED_BYTES], ids="q, k and v in one message: {}".format)
 @pytest.mark.parametrize("ranks", [2, pytest.param(5, marks=pytest.mark.thorough), 6])
 def test_so_they_are_for_any_problem(ranks, most, monkeypatch):
-    for module in (comm_redistribution, layout_redistribution):
-        monkeypatch.setattr(module, "PACKED_BYTES", most)
+    monkeypatch.setattr(layout_redistribution, "PACKED_BYTES", most)
     rng = Random(ranks)
     cells = rng.sample(
         [cell for cell in capabilities.all_cells() if capabilities.refusal(cell) is None], 16 if ranks == 2 else 8

@@ -20,6 +20,7 @@ import torch
 MODES = ("0", "1", "2")
 DEFAULT = "1"  # torch_npu's own
 REFUSAL = 60  # seconds within which the queue's thread notes an error
+SETTLED = 0.05  # seconds after which it has noted that of the queue that it has dropped
 
 _lock = threading.RLock()
 _begun = _done = _ended = False
@@ -55,7 +56,10 @@ def wait_for_refusal() -> None:
                 assert time.monotonic() < end, "the queue stands still"
                 time.sleep(0.001)
                 event.record()
-            event.record()  # after an error, a query finds nothing that is still to be recorded
+            time.sleep(
+                SETTLED
+            )  # when the queue was dropped nothing is to be recorded either, and the error is noted later
+            event.record()
         except RuntimeError:
             _ended = True
             raise

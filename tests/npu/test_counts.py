@@ -9,6 +9,8 @@ import torch
 
 from mindspeed_cp import Plan
 from mindspeed_cp.comm.directional_groups import message_pairs
+from mindspeed_cp.layout import redistribution as layout_redistribution
+from mindspeed_cp.layout.redistribution import PACKED_BYTES
 from mindspeed_cp.ops.attention import BACKENDS
 from tests.engine.cases import Case, attend, local
 from tests.npu.ranks import Run, run
@@ -26,8 +28,11 @@ SENT = ("HcclSend", "HcclRecv")
 BATCHES = ("HcclGroupEnd", "HcclBatchSendRecv")
 
 
-def attend_once(rank: int, size: int, case: Case, directional: bool) -> dict[str, int]:
-    """Calls of the fused operators by one layer's forward and backward."""
+def attend_once(
+    rank: int, size: int, case: Case, directional: bool, packed_bytes: int = PACKED_BYTES
+) -> dict[str, int]:
+    """Calls of the fused operators by one layer's forward and backward; q, k and v of at most so many bytes are one message."""
+    layout_redistribution.PACKED_BYTES = packed_bytes
     from mindspeed_cp.comm import open_directional_groups, warm_up
     from tests.host_cann.oracle_calls import calls
 
@@ -112,18 +117,28 @@ def test_calls_are_those_of_the_plan(name: str, directional: bool) -> None:
                 for step in steps
             }
             launches = sum(per_step.values())
-        launches += moves_of(plan, rank)
+        launches += moves_of(plan, rank, 1)
         assert sum(call["name"] in BATCHES for call in calls) == launches
         assert len(calls) == launches + (2 * len(messages) if directional else 0)
 
 
-def moves_of(plan: Plan, rank: int) -> int:
-    """Launches of the all-to-alls of q, k and v together, of the output, of its gradient, and of those of q, k and v."""
+def test_large_messages_of_q_k_and_v_are_launches_of_their_own() -> None:
+    case = CASES["ulysses"]
+    done = run(case.ranks, attend_once, case, False, 0)
+    done.values()
+    for rank in range(case.ranks):
+        calls = [call for call in between_barriers(done, rank) if call["name"] in BATCHES]
+        assert len(calls) == moves_of(case.plan(), rank, 3)
+
+
+def moves_of(plan: Plan, rank: int, messages: int) -> int:
+    """Launches of the all-to-alls of q, k and v, which are so many messages, of the output, of its gradient, and of those of
+    q, k and v."""
     parts = (
         [] if plan.q_redistribution is None else [*plan.q_redistribution.rank_pairs, *plan.kv_redistribution.rank_pairs]
     )
     moves = any(rank in (part["src"], part["dst"]) and part["src"] != part["dst"] for part in parts)
-    return 4 if moves else 0
+    return messages + 1 + 1 + messages if moves else 0
 
 
 @pytest.mark.parametrize("size", [2, 3, pytest.param(4, marks=pytest.mark.thorough)])

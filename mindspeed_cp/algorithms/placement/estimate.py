@@ -204,8 +204,8 @@ class PlacementModel:
         """Return the number of parts of documents whose heads are split inside nodes: up to MAX_SPLIT_PARTS, none with
         less work on the mean rank than PART_LAUNCHES launches take.
 
-        Of p equal parts, a p-th of the redistributions would be exposed, and each part costs its launch and its posts:
-        the sum is least at the root of their ratio.
+        Of p equal parts a p-th of the redistributions would be exposed, and each costs its launch and its posts: the
+        sum is least at the root of their ratio. Parts are not equal, but their own least sum gave no faster plans.
         """
         ranks = self.topology.ranks
         inside = {size: each for size, each in placement.split.items() if size <= self.topology.ranks_per_node}

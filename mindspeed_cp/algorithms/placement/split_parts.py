@@ -52,9 +52,9 @@ def split_parts(placement: Placement, work: np.ndarray, ranks_per_node: int) -> 
 
 
 def _weighted_parts(members: DocumentShares, work: np.ndarray, parts: int) -> list[DocumentShares]:
-    """Divide documents into parts so that each group of ranks has its work in all of them by :func:`part_weights`; the
-    documents with most work first, each to the part that is emptiest on its busiest group: the first and the last part
-    get some of the longest ones. Empty parts are left out."""
+    """Divide documents into parts so that each group of ranks, if it has many, has about the share of
+    :func:`part_weights` of its work in each; the documents with most work first, each to the part that is emptiest on
+    its busiest group: the first and the last part get some of the longest ones. Empty parts are left out."""
     if parts == 1 or not len(members.doc):
         return [members] if len(members.doc) else []
     weights = part_weights(parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -73,13 +74,13 @@ def buffer_bytes(plan: Plan, direction: str, size: int, rows: Rows = None, kv_ro
     qk, v = attention.head_dim, attention.head_dim_v
     q, kv = plan.q_redistribution, plan.kv_redistribution
     has_copies = kv is not None and kv.has_copies
-    forward_inputs = [(q, qk * size, rows), (kv, kv_channels * size, kv_rows)]
-    q_output = (q, v * size, rows)
+    forward_inputs = [_Rows(q, qk * size, 1, rows), _Rows(kv, kv_channels * size, 2, kv_rows)]
+    q_output = _Rows(q, v * size, 1, rows)
     if direction == "forward":
         saved, inputs, outputs = [], forward_inputs, [q_output]
     else:
-        dkv_output = (kv, kv_channels * (4 if has_copies else size), kv_rows)
-        saved, inputs, outputs = forward_inputs, [q_output], [(q, qk * size, rows), dkv_output]
+        dkv_output = _Rows(kv, kv_channels * (4 if has_copies else size), 2, kv_rows)
+        saved, inputs, outputs = forward_inputs, [q_output], [_Rows(q, qk * size, 1, rows), dkv_output]
     return BufferBytes(
         kv=program.capacity[:, 1:].sum(1) * kv_width * size,
         gradients=gradients,
@@ -94,14 +95,26 @@ def buffer_bytes(plan: Plan, direction: str, size: int, rows: Rows = None, kv_ro
     )
 
 
-#: Redistribution (None: nothing moves), bytes of a (row, head), and rows of the part.
-Moved = tuple[Redistribution | None, int, Rows]
+class _Rows(NamedTuple):
+    """Rows of tensors that are redistributed.
+
+    Attributes:
+        redistribution: None: nothing moves.
+        width: bytes of a (row, head) of all tensors.
+        tensors: number of tensors.
+        rows: rows of the part.
+    """
+
+    redistribution: Redistribution | None
+    width: int
+    tensors: int
+    rows: Rows
 
 
-def _result_bytes(plan: Plan, moved: Sequence[Moved], adjoint: bool) -> np.ndarray:
+def _result_bytes(plan: Plan, moved: Sequence[_Rows], adjoint: bool) -> np.ndarray:
     """Return the bytes of the results of redistributions, int64 [ranks]."""
     out = np.zeros(plan.ranks, np.int64)
-    for redistribution, width, _ in moved:
+    for redistribution, width, *_ in moved:
         if redistribution is None:
             continue
         target, heads = redistribution.target, redistribution.heads
@@ -112,18 +125,13 @@ def _result_bytes(plan: Plan, moved: Sequence[Moved], adjoint: bool) -> np.ndarr
     return out
 
 
-def _staging_bytes(plan: Plan, moved: Sequence[Moved], adjoint: bool) -> np.ndarray:
-    """Return the bytes of the staging of redistributions that are posted together, of q or out and then of k and v,
-    int64 [ranks]."""
+def _staging_bytes(plan: Plan, moved: Sequence[_Rows], adjoint: bool) -> np.ndarray:
+    """Return the bytes of the staging of redistributions that are posted together, int64 [ranks]."""
     out = np.zeros(plan.ranks, np.int64)
-    present = [
-        (each, width, rows, tensors)
-        for (each, width, rows), tensors in zip(moved, (1, 2), strict=False)
-        if each is not None
-    ]
-    packed = packed_pairs([(each, width, tensors) for each, width, _, tensors in present])
-    for (each, width, rows, _), is_packed in zip(present, packed, strict=True):
-        out += staging_volume(each, adjoint, rows, is_packed) * width
+    present = [(each, each.redistribution) for each in moved if each.redistribution is not None]
+    packed = packed_pairs([(redistribution, each.width, each.tensors) for each, redistribution in present])
+    for (each, redistribution), is_packed in zip(present, packed, strict=True):
+        out += staging_volume(redistribution, adjoint, each.rows, is_packed) * each.width
     return out
 
 

@@ -216,7 +216,7 @@ def _in_receive_buffer(
 def _redistributed_documents(
     move: Redistribution | None, sent: np.ndarray, numbers: np.ndarray, before: int
 ) -> np.ndarray:
-    """Return the documents that a redistribution moves in messages.
+    """Return the documents that a redistribution moves in messages; of q, k and v in one message, those of q.
 
     Messages posted before step `before` (the first of the plan) belong to the redistribution, others to its adjoint.
     """
