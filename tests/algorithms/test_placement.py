@@ -41,7 +41,7 @@ def costs_of(work: list[float]) -> DocumentCosts:
     return DocumentCosts(work, work, [0.0] * len(work), [int(10 * cost) for cost in work])
 
 
-def test_after_the_fastest_placement_comes_one_of_another_kind_that_is_nearly_as_fast() -> None:
+def test_after_the_fastest_placement_come_those_of_other_kinds_that_are_nearly_as_fast() -> None:
     members = DocumentShares.from_lists([])
     policies = {
         "fastest": (PlacementPolicy(0.5, 0.1), 1.0, 1.3),
@@ -59,7 +59,7 @@ def test_after_the_fastest_placement_comes_one_of_another_kind_that_is_nearly_as
     result = PlacementResult(tried[0].score, (), 0.9, SimpleNamespace(tried=tried))  # type: ignore[arg-type]
     names = {trial.placement: name for trial, name in zip(tried, policies, strict=True)}
     order = [names[placement] for placement in result.best_of_policies(9)]
-    assert order == ["fastest", "inside nodes", "alike", "layout of its own", "equal tokens", "slow"]
+    assert order == ["fastest", "inside nodes", "layout of its own", "alike", "equal tokens", "slow"]
     assert [names[placement] for placement in result.best_of_policies(1)] == ["fastest"]
 
 

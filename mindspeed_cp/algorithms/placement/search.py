@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -80,8 +79,8 @@ class PlacementResult:
 
     def best_of_policies(self, count: int) -> list[Placement]:
         """Return the fastest placements of at most `count` policies, one of each; of equally fast ones, which are the
-        same in most cases, the first. Second is one that is nearly as fast and of another kind, if there is any, third
-        the fastest of all others, and so on in turn."""
+        same in most cases, the first. After the fastest come those that are nearly as fast and of other kinds, then all
+        others."""
         best: dict[PlacementPolicy, _Trial] = {}
         for trial in self.search.tried:
             if all(trial.seconds != other.seconds for other in best.values()):
@@ -93,8 +92,7 @@ class PlacementResult:
         numbers = {trial.number for trial in kinds.values()}
         others = [trial for trial in best.values() if trial.number not in numbers]
         fastest, *of_other_kinds = kinds.values()
-        in_turn = [trial for pair in zip_longest(of_other_kinds, others) for trial in pair if trial is not None]
-        return [trial.placement for trial in (fastest, *in_turn)][:count]
+        return [trial.placement for trial in (fastest, *of_other_kinds, *others)][:count]
 
     def levelled(self, placement: Placement, delay: np.ndarray) -> Placement | None:
         """Place the documents of a placement anew, so that ranks that wait longer under it get less work.
