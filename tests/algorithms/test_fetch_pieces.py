@@ -136,7 +136,7 @@ def test_what_fetches_nothing_stays_as_it_is() -> None:
 
 
 #: Batches in which two pieces are faster, and in which they are not.
-FASTER, NOT_FASTER = ("prolong", 128, 1), ("wikipedia", 128, 4)
+FASTER, NOT_FASTER = ("wikipedia", 64, 5), ("wikipedia", 128, 4)
 
 
 @pytest.mark.parametrize(("batch", "pieces"), [(FASTER, 2), (NOT_FASTER, 1)])
