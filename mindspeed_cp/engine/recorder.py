@@ -68,7 +68,8 @@ class TimeSpan(NamedTuple):
 
 
 class MessageTiming(NamedTuple):
-    """A message as one of its two ends saw it. Keys and values between steps, or their gradients, count as one message.
+    """A message as one of its two ends saw it. Keys and values, or their gradients, count as one message, as does all
+    that travels with them.
 
     Attributes:
         kind: "keys", "gradients", "redistribution" or "hidden_states", as in :data:`mindspeed_cp.plan.transfers.KINDS`.
@@ -219,16 +220,20 @@ class PartRecorder:
     ) -> None:
         """Record that redistributions posted at a mark were waited for and unpacked."""
         now = self.record_span(WAIT, since, None)
-        sizes: dict[tuple[bool, int], list[int]] = {}  # of each tensor, by direction and peer
+        sizes: dict[tuple[bool, int], list[tuple[RankRedistribution, int]]] = {}  # of tensors, by direction and peer
         for x, redistribution in work:
             row = x.shape[2:].numel() * x.element_size()
             for sends, parts in ((True, redistribution.to_send), (False, redistribution.to_receive)):
                 for part in parts:
                     size = part.count * (part.heads.stop - part.heads.start) * row
-                    sizes.setdefault((sends, part.peer), []).append(size)
+                    sizes.setdefault((sends, part.peer), []).append((redistribution, size))
         kind, place = self._redistribution_kind, self._origin
-        for (sends, peer), together in sizes.items():
-            for size in [sum(together)] if is_one_message(together) else together:
+        for (sends, peer), tensors in sizes.items():
+            all_sizes = [size for _, size in tensors]
+            apart: dict[int, int] = {}  # k and v have one redistribution
+            for redistribution, size in tensors:
+                apart[id(redistribution)] = apart.get(id(redistribution), 0) + size
+            for size in [sum(all_sizes)] if is_one_message(all_sizes) else apart.values():
                 self._recorder.add_message(MessageTiming(kind, place, sends, peer, None, None, size, posted, now))
 
 

@@ -17,6 +17,7 @@ from mindspeed_cp.cluster import Cluster, ComputeCost, LayerCost
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents, Redistribution, sequence_parallel_layout
 from mindspeed_cp.plan import AttentionConfig, Plan, traffic
+from mindspeed_cp.plan.transfers import transfers
 from mindspeed_cp.report.run.step_traces import MeasuredStep, TimeBreakdown
 from mindspeed_cp.simulate.linear_times import linear_times
 from mindspeed_cp.simulate.simulator import simulate_plan
@@ -120,7 +121,10 @@ class _LayerSimulator:
         posted = posting.sum(1) + posting_backward.sum(1)
         seconds = float((repeated[:, -1, 2] - repeated[:, 0, 0]).max()) + full * float(linear.rest.max())
         fetched_again = bytes_sent["fetch_forward"] + bytes_sent["redistribution_forward"]
-        messages = _messages(plan, "forward") * (1 + recomputes) + _messages(plan, "backward")
+        forward_messages, backward_messages = (
+            _messages(plan, direction, self._element_bytes) for direction in ("forward", "backward")
+        )
+        messages = forward_messages * (1 + recomputes) + backward_messages
         rows, moves = _hidden_state_traffic(plan, self._shares) * (2 + full)  # forward and backward
         hidden_bytes = self._repeat_over_tp(rows) * layer.hidden_size * self._element_bytes
         return _ModelledLayer(
@@ -137,20 +141,10 @@ class _LayerSimulator:
         return np.repeat(values, self._tp) if len(values) == self._topology.ranks else values
 
 
-def _messages(plan: Plan, direction: str) -> np.ndarray:
+def _messages(plan: Plan, direction: str, bytes_per_element: int) -> np.ndarray:
     """Return the messages that each rank sends for attention in one direction, int64 [ranks]; keys and values count as
     one."""
-    count = np.zeros(plan.ranks, np.int64)
-    for part_plan in plan.parts_or_self:
-        program = getattr(part_plan, direction)
-        for messages in (program.fetch, program.reduce):
-            count += np.bincount(messages.items["src"], minlength=plan.ranks)
-        if part_plan.q_redistribution is not None:  # q there and out back; in the backward dout there and dq back
-            for adjoint in (False, True):
-                count += _messages_of_redistribution(part_plan.q_redistribution, adjoint)
-        if part_plan.kv_redistribution is not None:  # k and v
-            count += 2 * _messages_of_redistribution(part_plan.kv_redistribution, direction == "backward")
-    return count
+    return np.bincount(transfers(plan, direction, bytes_per_element)["src"], minlength=plan.ranks)
 
 
 def _messages_of_redistribution(move: Redistribution, adjoint: bool) -> np.ndarray:
