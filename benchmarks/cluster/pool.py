@@ -147,14 +147,18 @@ def measure(job: Job, first: Step, steps: Sequence[Step], console: Console) -> l
 
         def watch() -> None:
             nonlocal printed
-            for line in results.read_text().splitlines()[printed:]:
-                row = json.loads(line)
+            for row in written_rows(results)[printed:]:
                 console.print(f"{row['batch']} {row['number']}, {row['variant']}: {row['seconds']:.2f} s")
                 printed += 1
 
         job = dataclasses.replace(job, folder=folder)
         fork_ranks(names, job.shape, partial(run_rank, job, first, steps), Path(folder), watch)
-        return [json.loads(line) for line in results.read_text().splitlines()]
+        return written_rows(results)
+
+
+def written_rows(results: Path) -> list[show.Row]:
+    """Return the rows of a file that are written to their end; its last one may be half written while ranks run."""
+    return [json.loads(line) for line in results.read_text().split("\n")[:-1]]
 
 
 def measured(

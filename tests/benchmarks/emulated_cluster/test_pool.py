@@ -15,7 +15,16 @@ import pytest
 from benchmarks.balance import global_batches
 from benchmarks.cluster import pool, show
 from benchmarks.cluster.fabric import PREFIX, missing
-from benchmarks.cluster.pool import MEASURED_WAYS, arguments, groups_of, measured, plan_steps, pool_table, trial_step
+from benchmarks.cluster.pool import (
+    MEASURED_WAYS,
+    arguments,
+    groups_of,
+    measured,
+    plan_steps,
+    pool_table,
+    trial_step,
+    written_rows,
+)
 from benchmarks.cluster.pool_ranks import Step
 from benchmarks.cluster.scale import Scale
 from benchmarks.cluster.worker import Job
@@ -109,6 +118,18 @@ def test_figures_are_medians_over_perfect_balance_and_over_the_pool() -> None:
     assert cells[-2][:2] == ["mean", "time"]
     assert cells[-2][5:11] == ["2.312", "2.062", "2.269", "1.600", "1.400", "1.400"]
     assert cells[-1][5:11] == ["1.562", "1.594", "1.753", "1.000", "1.000", "1.000"]
+
+
+def test_a_row_that_is_half_written_is_read_when_it_is_whole(tmp_path: Path) -> None:
+    results = tmp_path / "results.jsonl"
+    results.touch()
+    assert written_rows(results) == []
+    whole = json.dumps(row(0, "time", 1.0)) + "\n"
+    for written in range(len(whole)):
+        results.write_text(whole + whole[:written])
+        assert written_rows(results) == [row(0, "time", 1.0)]
+    results.write_text(2 * whole)
+    assert len(written_rows(results)) == 2
 
 
 def test_without_the_pool_nothing_is_over_it() -> None:
