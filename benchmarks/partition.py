@@ -7,8 +7,10 @@ Batches are drawn from real lengths where ../shared/data/lengths has them, else 
 cut at the batch. One layer of 32 heads of 128 channels, forward and backward, with its linear layers. Everything but
 the planning time is modelled: kernels by mindspeed_cp.cluster.ComputeCost, messages by the event simulation of
 mindspeed_cp.simulate.simulator; nothing was measured on these clusters. The bound is perfect balance with nothing
-exposed: all work / ranks. Imbalance is busy time of the slowest rank over the mean, less one. Planning is one core of
+exposed: all work / ranks. Imbalance is busy time of the busiest rank over the mean. Planning is one core of
 this machine: search and programs of all ranks.
+
+The defaults, 9,600 batches, take 21 minutes of one core; --batches 4 takes one.
 """
 
 from __future__ import annotations
