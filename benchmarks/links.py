@@ -1,4 +1,4 @@
-"""Attention on the links of a node, simulated: one ring, rings on all links, direct fetches, and direct by exchanges.
+"""Attention on the links of a node, simulated: one ring, direct fetches, and direct by exchanges.
 
     python -m benchmarks.links [--cluster a2] [--nodes 1 2] [--tokens 18432 32768 131072] [--kv-heads 32 8]
 
@@ -16,7 +16,6 @@ from mindspeed_cp.cluster import LayerCost, load_cluster
 
 VARIANTS: tuple[tuple[str, str, dict[str, object]], ...] = (
     ("ring", "ring", {}),
-    ("ring, `cycles: all`", "ring", {"cycles": "all"}),
     ("direct", "direct", {}),
     ("direct, `prefetch: 3`", "direct", {"prefetch": 3}),
     ("direct, `exchange: all_to_all`", "direct", {"exchange": "all_to_all"}),

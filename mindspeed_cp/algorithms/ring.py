@@ -18,22 +18,15 @@ step, in which the last gradients return.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import numpy as np
 
-from mindspeed_cp.algorithms.hamilton_cycles import hamilton_cycles
 from mindspeed_cp.algorithms.kv_blocks import KvBlocks, message_records, visible_blocks
 from mindspeed_cp.algorithms.layouts import LayoutName, build_layouts
-from mindspeed_cp.algorithms.mesh_ring import mesh_ring_programs
 from mindspeed_cp.algorithms.split_local_block import halve_local_block
 from mindspeed_cp.layout import Documents, Layout
 from mindspeed_cp.plan.problem import AttentionConfig, Topology
 from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.plan.records import Messages, sorted_contents
-
-#: How many rings there are.
-CycleName = Literal["one", "all"]
 
 
 def ring_programs(queries: Layout, keys: Layout, attention: AttentionConfig) -> tuple[Program, Program]:
@@ -84,7 +77,6 @@ def build_ring(
     attention: AttentionConfig,
     *,
     layout: LayoutName = "zigzag",
-    cycles: CycleName = "one",
 ) -> Plan:
     """One ring over all ranks.
 
@@ -94,13 +86,7 @@ def build_ring(
         topology: context-parallel ranks.
         attention: attention of one layer.
         layout: "zigzag" (balanced under a causal mask), "contiguous" (balanced under a full mask, few messages under a
-            window), or "balanced" (short documents stay whole).
-        cycles: "one" (a ring in the order of the ranks), or "all" (shares of every block on all rings that have no link
-            of a node's full mesh in common)
+            window), or "balanced" (short documents stay whole)
     """
     layouts = build_layouts(layout, documents, kv_documents, topology.ranks, attention)
-    if cycles == "all":
-        programs = mesh_ring_programs(*layouts, attention, hamilton_cycles(topology.nodes, topology.ranks_per_node))
-    else:
-        programs = ring_programs(*layouts, attention)
-    return Plan("ring", attention, topology, *layouts, *layouts, *programs)
+    return Plan("ring", attention, topology, *layouts, *layouts, *ring_programs(*layouts, attention))

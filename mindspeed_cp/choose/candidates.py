@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from mindspeed_cp.algorithms.registry import algorithm_name, algorithm_options, build_plan
-from mindspeed_cp.cluster.cluster import Cluster, cluster_of
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan.problem import AttentionConfig, Topology
@@ -86,15 +85,12 @@ def parse_option_value(text: str) -> int | bool | str:
     return {"true": True, "false": False}.get(text, text)
 
 
-def default_candidates(
-    topology: Topology, attention: AttentionConfig, cluster: Cluster | None = None
-) -> list[Candidate]:
+def default_candidates(topology: Topology, attention: AttentionConfig) -> list[Candidate]:
     """Return all candidates that are worth trying on these ranks, those that are often fast first.
 
     Args:
         topology: the ranks.
         attention: of one tensor-parallel rank.
-        cluster: devices and links; default: the topology's. Rings on several cycles are tried on meshes alone.
     """
     ranks, ranks_per_node = topology.ranks, topology.ranks_per_node
     if ranks == 1:
@@ -110,8 +106,6 @@ def default_candidates(
     out += [Candidate("hybrid", (("ulysses_degree", size),)) for size in reversed(degrees)]
     if attention.heads >= ranks:
         out.append(Candidate("ulysses"))
-    if ranks_per_node > 2 and (cluster or cluster_of(topology)).fabric == "mesh":
-        out.append(Candidate("ring", (("cycles", "all"),)))  # fast where heads are too few to be split over the ranks
     out += [Candidate("direct", (("layout", "balanced"),)), Candidate("all_gather"), Candidate("direct")]
     out.append(Candidate("direct", (("prefetch", 2),)))
     if topology.nodes > 1 and ranks_per_node > 1:

@@ -71,7 +71,7 @@ def choose_algorithm(
     cost = ComputeCost(cluster, attention, layer)
     runner = _TrialRunner(batches, topology, cost, cluster.memory if memory is None else memory, options or {})
     if candidates is None:
-        candidates = default_candidates(topology, attention, cluster)
+        candidates = default_candidates(topology, attention)
     if not candidates:
         raise ConfigError("candidates: there are none to choose from; valid: one or more")
     trials = [runner.run(candidate) for candidate in candidates]

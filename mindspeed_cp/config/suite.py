@@ -184,8 +184,6 @@ class SuiteSettings(Section):
 
     @property
     def _has_rings_only(self) -> bool:
-        if self.options.get("cycles") == "all":  # a rank then has all others of its node as neighbours
-            return False
         names = (self.algorithm, *(word.partition(":")[0] for word in self.row_candidates))
         return all(ALIASES.get(name, name) in ("ring", "double_ring") for name in names)
 

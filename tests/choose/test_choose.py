@@ -234,19 +234,6 @@ def test_candidates_respect_heads_and_one_rank_has_one() -> None:
         build_plan(batch(0), TOPOLOGY, GQA, candidate.algorithm, **dict(candidate.options))
 
 
-def test_rings_on_several_cycles_are_tried_on_meshes_and_chosen_where_heads_are_few() -> None:
-    cycles, few = Candidate("ring", (("cycles", "all"),)), AttentionConfig(heads=2, head_dim=128)
-    mesh, switch, pair = Topology(2, 8, "a2"), Topology(2, 8, "a800"), Topology(2, 2, "a2")
-    assert [cycles in default_candidates(topology, few) for topology in (mesh, switch, pair)] == [True, False, False]
-    assert cycles in default_candidates(switch, few, load_cluster("a2"))
-    given = [Candidate("ring"), cycles, Candidate("direct"), Candidate("ulysses")]
-    decision = choose_algorithm([Documents([16 * 2048])], mesh, few, candidates=given)
-    assert decision.candidate == cycles
-    others = [candidate for candidate in given if candidate != cycles]
-    best = choose_algorithm([Documents([16 * 2048])], mesh, few, candidates=others)
-    assert sum(decision.trials[0].seconds) < 0.95 * sum(best.trials[0].seconds)
-
-
 def test_options_of_the_model_reach_those_that_have_them() -> None:
     with pytest.raises(ConfigError, match="hidden_size"):
         choose_algorithm([batch(0)], TOPOLOGY, GQA, options={"hidden_size": 0}, candidates=[Candidate("hierarchical")])

@@ -19,7 +19,6 @@ EXAMPLES = {
     "ulysses_degree": 4,
     "prefetch": 3,
     "exchange": "all_to_all",
-    "cycles": "all",
     "routing": False,
     "head_split": False,
     "remap": "off",

@@ -51,7 +51,6 @@ VARIANTS: dict[str, tuple[str, tuple[tuple[str, object], ...]]] = {
     "ring": ("ring", ()),
     "ring, contiguous": ("ring", (("layout", "contiguous"),)),
     "ring, balanced": ("ring", (("layout", "balanced"),)),
-    "ring, all cycles": ("ring", (("cycles", "all"),)),
     "double_ring": ("double_ring", ()),
     "ulysses": ("ulysses", ()),
     "hybrid": ("hybrid", ()),

@@ -41,19 +41,6 @@ def double_ring(case: Case) -> list[Candidate]:
     return [case.once(lambda d, t, a: even_shares("double ring", build_plan(d, t, a, "double_ring")), "double ring")]
 
 
-def hamilton(case: Case) -> list[Candidate]:
-    """Build rings on all Hamilton cycles of a mesh that have no link in common (TASP, arXiv 2509.26541; MindSpeed names
-    a "Hamilton attention"): `ring` with `cycles: all`. Only where nodes are meshes. Assumed: documents in zig-zag
-    shares, as in the even ring, and over several nodes a cycle for each NIC, which the paper does not describe."""
-    if case.cluster.fabric != "mesh":
-        return []
-
-    def cycles(documents: Documents, topology: Topology, attention: AttentionConfig) -> Candidate:
-        return even_shares("Hamilton", build_plan(documents, topology, attention, "ring", cycles="all"))
-
-    return [case.once(cycles, "Hamilton")]
-
-
 def all_gather(case: Case) -> list[Candidate]:
     """Gather keys and values of all ranks on every rank, zig-zag chunks (Llama 3, arXiv 2407.21783, section
     3.3.2; TransformerEngine's `cp_comm_type: all_gather`). Blocks cross to each node once over all its NICs, and

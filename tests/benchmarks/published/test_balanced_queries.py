@@ -11,16 +11,16 @@ from benchmarks.published.bins import assigned_ranks, packed_bins, ring_seconds,
 from benchmarks.published.chunks import chunked_plan, dispatched, in_stages, piece_pairs
 from benchmarks.published.moved_queries import balanced_queries, balanced_tasks, equal_runs, moved_plan, shards_of
 from benchmarks.published.packing import rows_of_equal_work
-from benchmarks.published.systems import SYSTEMS, hamilton
+from benchmarks.published.systems import SYSTEMS
 from benchmarks.published.systems.case import Case
 from mindspeed_cp import AttentionConfig, Documents, Topology, verify_plan
 from mindspeed_cp.algorithms.kv_fetch.needs import needed_tokens
 from mindspeed_cp.cluster import load_cluster
 from mindspeed_cp.layout import Layout
-from tests.benchmarks.published.cases import LENGTHS, case
+from tests.benchmarks.published.cases import LENGTHS
 
 ATTENTION = AttentionConfig(heads=4, kv_heads=2, head_dim=16)
-NEW = ("Hamilton", "WLB-LLM", "MagiAttention", "DHP", "DistCA*")
+NEW = ("WLB-LLM", "MagiAttention", "DHP", "DistCA*")
 
 
 def random_documents(seed: int, tokens: int) -> Documents:
@@ -45,14 +45,6 @@ def test_random_batches_are_exact(system: str, seed: int) -> None:
     assert plans
     for plan in plans.values():
         verify_plan(plan)
-
-
-def test_hamilton_cycles_need_a_mesh() -> None:
-    assert hamilton(case(cluster="a800")) == [] and len(hamilton(case(cluster="a2"))) == 1
-    (candidate,) = hamilton(case(1, 8, "a2"))
-    items = candidate.plan.forward.fetch.items
-    links = set(zip(items["src"].tolist(), items["dst"].tolist(), strict=True))
-    assert len(links) == 8 * 7, "all links of the mesh carry something"
 
 
 @pytest.mark.parametrize("nearest_of", [0.0, 0.25])
