@@ -25,9 +25,8 @@ from mindspeed_cp.algorithms.kv_fetch.programs import staged
 from mindspeed_cp.algorithms.linear_layout import can_move_hidden, cheapest_mode, with_linear_layout
 from mindspeed_cp.algorithms.options import AtLeast, FromModel
 from mindspeed_cp.algorithms.placement.estimate import PlacementModel
-from mindspeed_cp.algorithms.placement.policy import DocumentShares, Placement
+from mindspeed_cp.algorithms.placement.policy import DocumentShares, Placement, split_parts
 from mindspeed_cp.algorithms.placement.search import PlacementResult, search_placements
-from mindspeed_cp.algorithms.placement.split_parts import split_parts
 from mindspeed_cp.algorithms.placement.token_cap import apply_token_cap
 from mindspeed_cp.algorithms.simulated_choice import default_simulations, fastest, in_pieces_if_faster
 from mindspeed_cp.cluster import LayerCost

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, build_plan, verify_plan
 from mindspeed_cp.algorithms.hierarchical import choose_placement, plan_from_placement
 from mindspeed_cp.algorithms.placement.estimate import PlacementModel
+from mindspeed_cp.algorithms.placement.loads import MOST_MEMBERS, fill_fewest, water_fill
 from mindspeed_cp.algorithms.placement.placer import DocumentPlacer
 from mindspeed_cp.algorithms.placement.policy import PlacementPolicy
 from mindspeed_cp.algorithms.placement.search import min_cross_node_length
-from mindspeed_cp.algorithms.placement.water_fill import MOST_MEMBERS, fill_fewest, water_fill
 from mindspeed_cp.cluster import LayerCost, load_cluster
 from mindspeed_cp.cluster.cluster import cluster_of
 from mindspeed_cp.data.lengths import sample_batch

@@ -15,13 +15,16 @@ from hypothesis import strategies as st
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, verify_plan
 from mindspeed_cp.algorithms.hierarchical import choose_placement, plan_from_placement
 from mindspeed_cp.algorithms.placement.estimate import PlacementModel
-from mindspeed_cp.algorithms.placement.flexible_groups import LATEST, flexible_groups
-from mindspeed_cp.algorithms.placement.node_loads import NodeLoads
-from mindspeed_cp.algorithms.placement.placer import DocumentPlacer
-from mindspeed_cp.algorithms.placement.policy import DocumentShares, Placement, PlacementPolicy
-from mindspeed_cp.algorithms.placement.rank_loads import UNBOUNDED, DocumentCosts, NodeRoom, RankLoads
+from mindspeed_cp.algorithms.placement.loads import UNBOUNDED, DocumentCosts, NodeLoads, NodeRoom, RankLoads
+from mindspeed_cp.algorithms.placement.placer import LATEST, DocumentPlacer, flexible_groups
+from mindspeed_cp.algorithms.placement.policy import (
+    DocumentShares,
+    Placement,
+    PlacementPolicy,
+    part_weights,
+    split_parts,
+)
 from mindspeed_cp.algorithms.placement.search import PlacementResult, _Trial, search_placements
-from mindspeed_cp.algorithms.placement.split_parts import part_weights, split_parts
 from mindspeed_cp.cluster import LayerCost, load_cluster
 from mindspeed_cp.cluster.cluster import cluster_of
 from mindspeed_cp.data.lengths import sample_batch

@@ -1,1 +1,1 @@
-"""Which ranks share each document: layouts by name, and the search of algorithm hierarchical.  NumPy only."""
+"""Which ranks share each document: the search of algorithm hierarchical. Begin with :mod:`.search`.  NumPy only."""

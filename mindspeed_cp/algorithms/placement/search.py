@@ -1,5 +1,21 @@
 """Search for the placement of a batch that the cost model finds fastest, among a few dozen.
 
+::
+
+    build_hierarchical                                   algorithms/hierarchical.py
+      search_placements                                  this file
+        for remap in (off, on):                          a layout for linear layers, or none
+          for policy in _policies(remap):                policy.py
+            DocumentPlacer.place(policy)                 placer.py, on the loads of loads.py:
+              split heads of the longest over nodes        NodeLoads
+              cut long ones over the fewest ranks          fill_fewest, water_fill
+              short ones whole to the emptiest rank        NodeRoom
+              level the shares, hand documents on          repair_placement
+            PlacementModel.score(placement)              estimate.py: seconds of each rank, both directions
+            twice, if ranks wait longer than others:     place anew, late ranks with less work; score
+          until one is within 1 % of the bound
+      plan_from_placement, simulate the best few         hierarchical.py, simulated_choice.py
+
 Candidates are policies (:class:`mindspeed_cp.algorithms.placement.policy.PlacementPolicy`): from which length documents
 are cut, from which length their heads are split over nodes, with or without a separate layout for linear layers; groups
 of powers of two; and all documents cut over all ranks, by tokens or by heads inside nodes. By the model, the choice is
@@ -14,8 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_cp.algorithms.placement.estimate import PlacementEstimate, PlacementModel
-from mindspeed_cp.algorithms.placement.phases import BACKWARD_TRAFFIC
+from mindspeed_cp.algorithms.placement.estimate import BACKWARD_TRAFFIC, PlacementEstimate, PlacementModel
 from mindspeed_cp.algorithms.placement.placer import DocumentPlacer
 from mindspeed_cp.algorithms.placement.policy import Placement, PlacementPolicy
 from mindspeed_cp.errors import ConfigError
