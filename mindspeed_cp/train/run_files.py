@@ -5,8 +5,7 @@
   comparison.json (train.compare)
   trace/         steps of output.trace_steps
   tensorboard/   events (output.tensorboard)
-  logs/          rank0.log ... (output of the ranks; each start appends)
-  checkpoints/   iter_0000050/ (Megatron's shards, run.json)   latest
+  checkpoints/   iter_0000050/   latest
 
 settings.yaml holds the settings of the last start that finished a step.
 """
@@ -21,7 +20,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.report.files import replace_file
@@ -37,7 +36,7 @@ class RunFiles:
     Attributes:
         folder: output.folder.
         checkpoints, latest: folder of the checkpoints, and the file with the name of the newest complete one.
-        logs, tensorboard: folders of the output of each rank, and of TensorBoard's events.
+        tensorboard: folder of TensorBoard's events.
         metrics, loss_png, settings, comparison, summary: the other files of the folder.
 
     Raises:
@@ -54,7 +53,6 @@ class RunFiles:
         self.checkpoints = self.folder / "checkpoints"
         self.latest = self.checkpoints / "latest"
         self.tensorboard = self.folder / "tensorboard"
-        self.logs = self.folder / "logs"
         self.metrics = self.folder / "metrics.jsonl"
         self.loss_png = self.folder / "loss.png"
         self.settings = self.folder / "settings.yaml"
@@ -88,7 +86,7 @@ class RunFiles:
         """
         path = self.folder / ".lock"
         try:
-            lock = open_no_link(path)
+            lock = open(path, "a")
         except OSError as error:
             raise ConfigError(
                 f"{path}: cannot be locked: {error_text(error)}; remove it, or give another output.folder"
@@ -103,12 +101,6 @@ class RunFiles:
             except OSError:  # a file system without locks
                 pass
             yield
-
-
-def open_no_link(path: Path) -> TextIO:
-    """Open a file to append text; raise OSError for a symbolic link, through which another file would be written."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
-    return os.fdopen(os.open(path, flags, 0o666), "a", encoding="utf-8")
 
 
 def describe_folder(folder: Path) -> str:
@@ -152,8 +144,7 @@ def write_text(path: Path, text: str) -> None:
     """
 
     def write(new: Path) -> None:
-        # Whoever may write in the folder may have put a link here: its target would be overwritten.
-        with os.fdopen(os.open(new, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW), "w", encoding="utf-8") as file:
+        with open(new, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

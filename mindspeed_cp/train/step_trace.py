@@ -23,25 +23,60 @@ from torch import nn
 
 from mindspeed_cp.config.derived import document_cost
 from mindspeed_cp.config.settings import Settings
-from mindspeed_cp.engine.recorder import RankTimings, Recorder, recording, timed_span
+from mindspeed_cp.engine.call_agreement import COMPARISON
+from mindspeed_cp.engine.recorder import (
+    COMPUTE,
+    POST,
+    UNPACK,
+    WAIT,
+    MessageTiming,
+    RankTimings,
+    Recorder,
+    TimeSpan,
+    recording,
+    timed_span,
+)
 from mindspeed_cp.megatron import PlannedAttention, megatron_imports
 from mindspeed_cp.megatron.patches.swap import replaced
 from mindspeed_cp.report.run.step_traces import (
+    CATEGORY_ATTENTION,
+    CATEGORY_BATCH,
+    CATEGORY_COMMUNICATION,
+    CATEGORY_OPTIMIZER,
+    CATEGORY_RANK_SYNC,
+    CATEGORY_STEP,
+    CATEGORY_WAIT,
     TRACE_FOLDER,
     TRACE_VERSION,
     find_trace_files,
     trace_file_name,
     trace_text,
 )
+from mindspeed_cp.report.trace_events import TraceEvent
 from mindspeed_cp.schema.messages import bad_value
 from mindspeed_cp.train.micro_batch_loader import MicroBatch
 from mindspeed_cp.train.model import TrainingModel
 from mindspeed_cp.train.run_files import RunFiles, disk_errors_for, write_text
-from mindspeed_cp.train.step_trace_events import NEXT_BATCH, REDUCTION, step_trace_events
 from mindspeed_cp.train.world import World
 
 with megatron_imports():
     from megatron.core import parallel_state
+
+#: Activities of spans outside the engine.
+GATHER, REDUCTION, NEXT_BATCH, UPDATE = "gather", "reduction", "batch", "optimizer"
+
+#: Name and category of the event of a span.
+_SPANS = {
+    COMPUTE: ("attention", CATEGORY_ATTENTION),
+    POST: ("posts messages", CATEGORY_COMMUNICATION),
+    WAIT: ("waits for messages", CATEGORY_WAIT),
+    UNPACK: ("puts rows in place", CATEGORY_COMMUNICATION),
+    COMPARISON: ("waits for ranks to compare plans", CATEGORY_RANK_SYNC),
+    GATHER: ("waits for all ranks", CATEGORY_RANK_SYNC),
+    REDUCTION: ("reduces gradients", CATEGORY_RANK_SYNC),
+    NEXT_BATCH: ("waits for a batch", CATEGORY_BATCH),
+    UPDATE: ("optimizer", CATEGORY_OPTIMIZER),
+}
 
 
 class StepTracer:
@@ -240,3 +275,52 @@ def _record_reduction(config: Any) -> Iterator[None]:
 
     with replaced(config, "finalize_model_grads_func", recorded):
         yield
+
+
+def step_trace_events(record: RankTimings, step: int, rank: int, peers: dict[str, list[int]]) -> Iterator[TraceEvent]:
+    """Yield the events of a rank's step.
+
+    Args:
+        record: recorded time spans and messages.
+        step: number of the step.
+        rank: this rank among all.
+        peers: by kind of message, the ranks of the group in which it is sent.
+    """
+    yield TraceEvent(rank, CATEGORY_STEP, f"step {step}", 0.0, record.seconds, CATEGORY_STEP)
+    for span in record.spans:
+        name, category = _SPANS[span.activity]
+        if span.origin is not None:
+            name = f"{name} {span.origin.direction}"
+        yield TraceEvent(rank, "compute", name, span.begin, span.end - span.begin, category, _origin(span))
+    groups: dict[MessageTiming, list[MessageTiming]] = {}  # posted together and waited for together
+    for message in record.messages:
+        groups.setdefault(message._replace(peer=0, bytes=0), []).append(message)
+    for messages in groups.values():
+        yield _message_event(messages, rank, peers)
+
+
+def _message_event(messages: Sequence[MessageTiming], rank: int, peers: dict[str, list[int]]) -> TraceEvent:
+    first = messages[0]
+    others = sorted({peers[first.kind][message.peer] for message in messages})
+    details = {
+        "kind": first.kind,
+        "sends": first.sends,
+        "bytes": sum(message.bytes for message in messages),
+        "messages": len(messages),
+        "src": rank if first.sends else others,
+        "dst": others if first.sends else rank,
+        **_origin(first),
+        **({} if first.done_step is None else {"due_in_step": first.done_step}),
+    }
+    thread = "send" if first.sends else "receive"
+    name = f"{first.kind} {first.origin.direction}"
+    return TraceEvent(rank, thread, name, first.begin, first.end - first.begin, first.kind, details)
+
+
+def _origin(record: TimeSpan | MessageTiming) -> dict[str, Any]:
+    """Return where in the step a span or message belongs; `step` is that of the plan."""
+    if record.origin is None:
+        return {}
+    step = record.step if isinstance(record, TimeSpan) else record.start_step
+    origin = {"micro_batch": record.origin.micro_batch, "layer": record.origin.layer, "part": record.origin.part}
+    return origin if step is None else {**origin, "step": step}

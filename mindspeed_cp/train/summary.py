@@ -12,12 +12,15 @@ from mindspeed_cp.config.data import POOL
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.data import FileCorpus, TrajectoryCorpus
 from mindspeed_cp.report.text import Table, format_count
+from mindspeed_cp.train.checkpoint import Progress
 from mindspeed_cp.train.comparison import comparison_sentence
-from mindspeed_cp.train.progress import Progress
 from mindspeed_cp.train.run_files import RunFiles, iter_metrics, write_json
 
 #: What is averaged over the lines of metrics.jsonl; a line that lacks some of it, or was changed by hand, is left out.
-_FIGURES = ("tokens", "seconds", "imbalance", "documents")
+_FIGURES = (
+    *("tokens", "seconds", "imbalance", "documents", "waiting_seconds", "replica_imbalance"),
+    *("planning_seconds", "plans", "cached_plans"),
+)
 LAST_STEPS = 10  # averaged, because the loss of a single step depends on its documents
 
 
@@ -57,8 +60,6 @@ def summarize_run(
         "stopped_by": stopped_by,
         "first_loss": lines.first_loss,
         "last_loss": sum(lines.last_losses) / len(lines.last_losses) if lines.last_losses else None,
-        "restarts": progress.restarts,
-        "rollbacks": progress.rollbacks,
         "skipped_steps": progress.skipped_steps,
         "tokens": progress.tokens,
         "seconds": progress.seconds,
@@ -115,16 +116,12 @@ class _Totals:
         if _is_figure(line.get("pooled")):  # lines of steps without data.balance: pool have none
             self.sums["pool_choices"] += 1
             self.sums["pooled_steps"] += line["pooled"] > 0
-        if "planning_seconds" not in line:  # a line of a version without these
-            return
         # The first step's batch has nothing to be computed meanwhile.
         self.sums["waiting_seconds"] += line["waiting_seconds"] if self.sums["planned_tokens"] else 0.0
         self.sums["planned_tokens"] += line["tokens"]
         self.sums["replica_imbalance"] += line["replica_imbalance"] * line["tokens"]
-        for key in ("planning_seconds", "plans"):
+        for key in ("planning_seconds", "plans", "cached_plans"):
             self.sums[key] += line[key]
-        # Lines of older versions have known_plans.
-        self.sums["cached_plans"] += line.get("cached_plans", line.get("known_plans", 0))
 
 
 def _is_figure(value: object) -> bool:
@@ -132,7 +129,7 @@ def _is_figure(value: object) -> bool:
 
 
 def _planning(totals: dict[str, float]) -> dict[str, Any]:
-    """Return figures of replicas and planning; {} for lines of versions without them.
+    """Return figures of replicas and planning; {} without lines.
 
     waiting_seconds leaves out the first step, for whose batch nothing can be computed meanwhile.
     """
@@ -177,13 +174,8 @@ def summary_table(summary: dict[str, Any]) -> Table:
         text = f"taken in {taken:,} of {choices:,} step{'s' * (choices != 1)}, where it was modelled to be faster"
         rows.append(("pool", text))
     rows.append(_corpus_row(summary))
-    incidents = [
-        f"{number:,} {key.replace('_', ' ').removesuffix('s')}{'s' * (number != 1)}"
-        for key in ("restarts", "rollbacks", "skipped_steps")
-        if (number := summary[key])
-    ]
-    if incidents:
-        rows.append(("incidents", ", ".join(incidents)))
+    if summary["skipped_steps"]:
+        rows.append(("skipped steps", f"{summary['skipped_steps']:,}"))
     rows.append(("metrics", summary["metrics"]))
     for key, name in (("loss_png", "curve"), ("checkpoint", "checkpoint")):
         if summary[key]:
