@@ -506,7 +506,9 @@ def _load(folder: Path, record: dict[str, Any], training: TrainingModel, world: 
     )
     apply_factories(state)
     try:
-        dcp.load(dict(named_shards(state)), storage_reader=_reader(folder), planner=_LoadPlanner(flatten_state_dict=False))
+        dcp.load(
+            dict(named_shards(state)), storage_reader=_reader(folder), planner=_LoadPlanner(flatten_state_dict=False)
+        )
     except (Exception, CheckpointException) as error:
         cause = checkpoint_cause(error) or error
         if isinstance(cause, ConfigError) or is_lost_rank_error(cause) or is_out_of_memory(cause):

@@ -99,7 +99,7 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
             stream.load_state_dict(progress.data)
         stop_request = stack.enter_context(StopRequest())
         dispatcher = make_dispatcher(settings, training.attentions, world, corpus)
-        tracer = stack.enter_context(StepTracer(settings, world, training, files, progress.step))
+        tracer = StepTracer(settings, world, training, files, progress.step)
         writer = None
         if world.is_first:
             before = read_manifest(folder)["settings"] if folder is not None else {}

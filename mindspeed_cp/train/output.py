@@ -67,7 +67,7 @@ class RunWriter:
     ) -> None:
         self._files, self._settings, self.first_step = files, settings, step
         truncate_metrics(files.metrics, step)
-        self._file = open(files.metrics, "a", encoding="utf-8")
+        self._file = open(files.metrics, "a", encoding="utf-8")  # noqa: SIM115 (closed by `close`)
         self._tensorboard: Any = None
         if settings.output.tensorboard:
             from torch.utils.tensorboard import SummaryWriter

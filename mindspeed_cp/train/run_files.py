@@ -18,7 +18,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -85,21 +85,20 @@ class RunFiles:
             ConfigError: Another run is using the folder.
         """
         path = self.folder / ".lock"
-        try:
-            lock = open(path, "a")
-        except OSError as error:
-            raise ConfigError(
-                f"{path}: cannot be locked: {error_text(error)}; remove it, or give another output.folder"
-            ) from None
-        with lock:
+        with ExitStack() as stack:
             try:
+                lock = stack.enter_context(open(path, "a"))
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ConfigError(
                     f"output.folder = {self.folder}: another run is using it; wait for its end, or give another folder"
                 ) from None
-            except OSError:  # a file system without locks
-                pass
+            except OSError as error:
+                if not path.exists():
+                    raise ConfigError(
+                        f"{path}: cannot be locked: {error_text(error)}; give another output.folder"
+                    ) from None
+                # else it is on a file system without locks
             yield
 
 

@@ -1,7 +1,7 @@
-"""Traces of the steps that the settings name, written while the next step runs.
+"""Traces of the steps that the settings name: what `mindspeed-cp report` compares with the model.
 
 A traced step begins with a barrier, so that the clocks of all ranks begin together. In it the engine and this module
-record time spans (:mod:`mindspeed_cp.engine.recorder`); after it a thread writes the rank's file.
+record time spans (:mod:`mindspeed_cp.engine.recorder`); after it each rank writes a file.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import itertools
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import wraps
@@ -80,7 +79,7 @@ _SPANS = {
 
 
 class StepTracer:
-    """Traces this rank's part of some steps; a context manager that waits for the last file at its end.
+    """Traces this rank's part of some steps.
 
     Args:
         settings: settings of the run; `output` names the steps.
@@ -101,22 +100,11 @@ class StepTracer:
             raise bad_value("output.trace_steps", sorted(self._steps), rule)
         self._settings, self._world, self._training = settings, world, training
         self._folder = files.folder / TRACE_FOLDER
-        self._thread: ThreadPoolExecutor | None = None
-        self._pending: list[Future[None]] = []
-        self._is_incomplete = False
         if world.is_first:
             with disk_errors_for(files.folder):
                 for number, traces in find_trace_files(files.folder).items():
                     for path in traces.values() if number > step else ():
                         path.unlink()
-
-    def __enter__(self) -> StepTracer:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if self._thread is not None:
-            self._thread.shutdown()
-        self._report_write_errors()
 
     @contextmanager
     def step(self, number: int, batches: Iterator[MicroBatch]) -> Iterator[Iterator[MicroBatch]]:
@@ -124,7 +112,6 @@ class StepTracer:
         if number not in self._steps and not (self._interval and number % self._interval == 0):
             yield batches
             return
-        self._report_write_errors()
         if self._world.device.type != "cpu":  # finish the step before
             torch.get_device_module(self._world.device).synchronize()
         self._world.barrier()
@@ -135,33 +122,19 @@ class StepTracer:
             stack.enter_context(_record_reduction(self._training.config))
             stack.enter_context(recording(recorder))
             yield traced
-        self._write_later(number, recorder.read(), traced)
+        self._write(number, recorder.read(), traced)
 
-    def _write_later(self, number: int, record: RankTimings, traced: _TracedBatches) -> None:
-        """Write the file in a thread."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="mindspeed-cp-traces")
-        metadata, peers = self._metadata(number, record, traced), self._peers(traced.pools)
-        self._pending.append(self._thread.submit(self._write, number, metadata, record, peers))
-
-    def _write(self, number: int, metadata: dict[str, Any], record: RankTimings, peers: dict[str, list[int]]) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        events = step_trace_events(record, number, self._world.rank, peers)
-        write_text(self._folder / trace_file_name(number, self._world.rank), trace_text(metadata, events))
-
-    def _report_write_errors(self) -> None:
-        """Print the error of the first file of this rank that was not written: no trace may end a run."""
-        while self._pending and self._pending[0].done():
-            try:
-                self._pending.pop(0).result()
-            except OSError as error:
-                if not self._is_incomplete:
-                    cause = os.strerror(error.errno or errno.EIO)
-                    text = (
-                        f"rank {self._world.rank}: {self._folder}: traces are left out, one cannot be written ({cause})"
-                    )
-                    print(text, file=sys.stderr, flush=True)
-                self._is_incomplete = True
+    def _write(self, number: int, record: RankTimings, traced: _TracedBatches) -> None:
+        """Write this rank's file of a step; print an error, as no trace may end a run."""
+        rank = self._world.rank
+        events = step_trace_events(record, number, rank, self._peers(traced.pools))
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            text = trace_text(self._metadata(number, record, traced), events)
+            write_text(self._folder / trace_file_name(number, rank), text)
+        except OSError as error:
+            cause = os.strerror(error.errno or errno.EIO)
+            print(f"rank {rank}: {self._folder}: a trace cannot be written ({cause})", file=sys.stderr, flush=True)
 
     def _peers(self, pools: int) -> dict[str, list[int]]:
         """Return by kind of message the ranks of the group in which it is sent."""

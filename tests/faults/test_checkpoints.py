@@ -79,7 +79,9 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 @pytest.mark.parametrize(
     "damage",
     [
-        pytest.param(name, marks=() if name in ("flipped bit of a shard", "manifest is empty") else pytest.mark.thorough)
+        pytest.param(
+            name, marks=() if name in ("flipped bit of a shard", "manifest is empty") else pytest.mark.thorough
+        )
         for name in DAMAGE
     ],
 )
@@ -131,7 +133,9 @@ def _parsed(content: bytes) -> Any:
     lost="nothing",
     printed="`latest`: is missing (or damaged), so the newest whole checkpoint is taken",
 )
-@pytest.mark.parametrize(("content", "says"), [(None, "missing"), (b"", "damaged"), (b"\xff\xfe", "damaged"), (b"../x", "damaged")])
+@pytest.mark.parametrize(
+    ("content", "says"), [(None, "missing"), (b"", "damaged"), (b"\xff\xfe", "damaged"), (b"../x", "damaged")]
+)
 def test_newest_whole_checkpoint_is_taken_without_latest(
     corpus: Path, run: Path, content: bytes | None, says: str
 ) -> None:
@@ -147,7 +151,7 @@ def test_newest_whole_checkpoint_is_taken_without_latest(
 def test_run_without_whole_checkpoint_is_one_line(corpus: Path, run: Path) -> None:
     for checkpoint in (run / "checkpoints").glob("iter_*"):
         (checkpoint / MANIFEST).unlink()
-    with pytest.raises(ConfigError, match="no whole checkpoint is left in .*: restore one, or give another") as caught:
+    with pytest.raises(ConfigError, match=r"no whole checkpoint is left in .*: restore one, or give another") as caught:
         checkpoints_to_resume(tiny(corpus, run, **COMMON, train__train_iters=6))
     assert "\n" not in str(caught.value)
 

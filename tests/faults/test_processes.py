@@ -133,9 +133,7 @@ def test_sigterm_ends_the_step_and_saves_and_ports_are_of_loopback(
     lost="the steps since the newest checkpoint",
     printed="rank 0 lost rank 1: dead, or silent for 8 s",
 )
-def test_rank_that_stands_still_is_named_as_silent(
-    corpus: Path, tmp_path: Path, start: Callable[..., Run]
-) -> None:
+def test_rank_that_stands_still_is_named_as_silent(corpus: Path, tmp_path: Path, start: Callable[..., Run]) -> None:
     run, ranks = begun(start, corpus, tmp_path / "run", context_parallel_suite__timeout_seconds=8.0)
     ranks[1].suspend()
     code, _, errors = run.end()

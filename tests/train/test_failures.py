@@ -95,14 +95,24 @@ LOST = Failure("peer", "rank 0 lost rank 1", 0)
 @pytest.mark.parametrize(
     ("failures", "stop_signal", "code", "expected"),
     [
-        ([LOST, KILLED], None, 1, "rank 1 (process 100) was killed by SIGKILL, and the other ranks were stopped; the same"),
+        (
+            [LOST, KILLED],
+            None,
+            1,
+            "rank 1 (process 100) was killed by SIGKILL, and the other ranks were stopped; the same",
+        ),
         ([LOST], None, 1, "rank 0 lost rank 1"),
         ([LOST, Failure("input", "bad lr", 1)], None, 2, "bad lr"),
         ([LOST, Failure("bug", "KeyError", 1)], None, 1, "rank 1 failed: KeyError"),
         ([LOST, Failure("device", "refused", 0)], None, 1, "rank 0 failed: refused"),
         ([LOST, Failure("aborted", "(process 100) aborted", 1)], None, 1, "rank 1 (process 100) aborted"),
         ([Failure("terminated", "(process 100) was killed by SIGTERM", 0)], None, 1, "rank 0 (process 100) was killed"),
-        ([Failure("terminated", "was killed by SIGTERM", 0), LOST], "SIGTERM", 0, "stopped by SIGTERM; the same command"),
+        (
+            [Failure("terminated", "was killed by SIGTERM", 0), LOST],
+            "SIGTERM",
+            0,
+            "stopped by SIGTERM; the same command",
+        ),
         ([KILLED], "SIGTERM", 1, "rank 1 (process 100) was killed by SIGKILL"),
         ([Failure("stopped", "stopped by SIGTERM while", 0), LOST], None, 0, "stopped by SIGTERM while"),
     ],

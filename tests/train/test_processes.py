@@ -226,8 +226,11 @@ def cannot_meet(settings: str, environment: dict[str, str], joining: float) -> s
     from mindspeed_cp.train import world
 
     world.JOIN_SECONDS = joining
-    with pytest.raises((ConfigError, RuntimeError)) as caught, world.join_ranks(
-        Settings.model_validate_json(settings), environment
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE")
+    os.environ.update(environment)
+    with (
+        pytest.raises((ConfigError, RuntimeError)) as caught,
+        world.join_ranks(Settings.model_validate_json(settings), environment),
     ):
         pass
     return f"{type(caught.value).__name__}: {caught.value}"
@@ -245,10 +248,22 @@ def test_ranks_that_cannot_meet_say_where_in_one_line(fresh_ranks: FreshRanks, c
         taken.bind(("", 0))
         taken.listen()
         cases = [
-            ({"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}, "ConfigError: MASTER_ADDR = 127.0.0.1 and MASTER_PORT = "),
-            ({"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}, "PeerError: rank 0 did not meet the other 1 ranks at "),
-            ({"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}, "PeerError: rank 1 did not meet the other 1 ranks at "),
-            ({"RANK": "1", "MASTER_ADDR": "no.such.host.invalid", "MASTER_PORT": "29500"}, "PeerError: rank 1 did not meet the other 1 ranks at MASTER_ADDR = no.such.host"),
+            (
+                {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])},
+                "ConfigError: MASTER_ADDR = 127.0.0.1 and MASTER_PORT = ",
+            ),
+            (
+                {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
+                "PeerError: rank 0 did not meet the other 1 ranks at ",
+            ),
+            (
+                {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
+                "PeerError: rank 1 did not meet the other 1 ranks at ",
+            ),
+            (
+                {"RANK": "1", "MASTER_ADDR": "no.such.host.invalid", "MASTER_PORT": "29500"},
+                "PeerError: rank 1 did not meet the other 1 ranks at MASTER_ADDR = no.such.host",
+            ),
         ]
         for environment, expected in cases:
             [line] = fresh_ranks.run(1, cannot_meet, settings, {**two, **environment}, 1.0)
