@@ -1,12 +1,11 @@
-"""What the comparison of replicas and the canary of attention add to a step, as a share of it.
+"""What the canary of attention adds to a step, as a share of it.
 
     python -m benchmarks.canary [--steps 30] [--tokens 16384] [--repeat 7] [--json FILE]
 
-Quick start: configs/quickstart.yaml is trained with both checks in every step; the medians of their seconds are divided
-by the median of the step's other seconds, and by the interval of the settings. Engine: forward and backward of one
-causal document in bf16 on 2 ranks; the canary sees that call, and the digest is that of one layer of this width, 12
-hidden**2 weights with both states of Adam. Every time is from barrier to barrier, so that it is that of the slowest
-rank; steps and checks take turns, because the speed of shared machines drifts.
+Quick start: configs/quickstart.yaml is trained with the check in every step; the median of its seconds is divided by
+the median of the step's other seconds, and by the interval of the settings. Engine: forward and backward of one causal
+document in bf16 on 2 ranks; the canary sees that call. Every time is from barrier to barrier, so that it is that of the
+slowest rank; steps and checks take turns, because the speed of shared machines drifts.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -34,29 +32,28 @@ from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, conte
 from mindspeed_cp.config.settings import load_settings
 from mindspeed_cp.engine.canary import AttentionCanary
 from mindspeed_cp.ops.host_memory import keep_freed_memory
-from mindspeed_cp.train.local_agent import local_ranks
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
-ENGINE_RANKS, DIGEST, CANARY = 2, "comparison of replicas", "canary of attention"
+ENGINE_RANKS, CANARY = 2, "canary of attention"
 
 
 def quickstart_settings(folder: str, steps: int) -> Any:
-    interval = "train.check_weight_hash_across_dp_replicas_interval"
     changes = [
         *(f"output.folder={folder}/run", "output.progress=none", "train.compare=[]", "checkpoint.save_interval=0"),
-        *(f"train.train_iters={steps}", f"{interval}=1", "train.check_attention_interval=1"),
+        *(f"train.train_iters={steps}", "train.check_attention_interval=1"),
     ]
     return load_settings(QUICKSTART, changes)
 
 
-def train_rank(folder: str, steps: int) -> None:
-    """Train as a rank of the quick start, and write the median seconds of a step and of each check."""
+def train_rank(rank: int, folder: str, steps: int, ranks: int) -> None:
+    """Train as a rank of the quick start, and write the median seconds of a step and of the check."""
+    environment = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    os.environ |= {name: str(value) for name, value in environment.items()} | {"GLOO_SOCKET_IFNAME": "lo"}
     from mindspeed_cp.train.uncompiled import uncompiled_megatron
 
     with uncompiled_megatron():
         from mindspeed_cp.megatron import megatron_compat
         from mindspeed_cp.train import loop, step
-    from mindspeed_cp.train.replica_digest import ReplicaCheck
     from mindspeed_cp.train.world import join_ranks
 
     seconds: dict[str, list[float]] = defaultdict(list)
@@ -77,9 +74,8 @@ def train_rank(folder: str, steps: int) -> None:
     loop.run_step = timed("step", loop.run_step)
     step.check_canary = timed(CANARY, step.check_canary)
     AttentionCanary.observe = timed("observe", AttentionCanary.observe, False)  # type: ignore[method-assign]
-    ReplicaCheck.__call__ = timed(DIGEST, ReplicaCheck.__call__)  # type: ignore[method-assign]
     settings = quickstart_settings(folder, steps)
-    with megatron_compat(), join_ranks(settings) as world:
+    with megatron_compat(), join_ranks(settings, store_file=Path(folder, "train-store")) as world:
         loop.train(settings, world)
         observed = world.gather([statistics.median(seconds["observe"])]).max()
         if world.is_first:
@@ -96,8 +92,6 @@ def barrier_time() -> float:
 
 
 def engine_rank(rank: int, folder: str, tokens: int, repeat: int) -> None:
-    from mindspeed_cp.train.replica_digest import digest_all
-
     keep_freed_memory()
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -105,7 +99,6 @@ def engine_rank(rank: int, folder: str, tokens: int, repeat: int) -> None:
     plan = build_plan(Documents([tokens]), Topology(1, ENGINE_RANKS), AttentionConfig(HEADS, HEADS, DIM))
     rows = int(plan.layout.token_counts[rank])
     q, k, v = (torch.randn(rows, HEADS, DIM, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    weights = [torch.randn(12 * (HEADS * DIM) ** 2, dtype=dtype) for dtype in (torch.bfloat16, *[torch.float32] * 3)]
     seconds: dict[str, list[float]] = defaultdict(list)
     for turn in range(repeat + 1):
         watched, times = AttentionCanary(1, (turn,)), [barrier_time()]
@@ -117,13 +110,10 @@ def engine_rank(rank: int, folder: str, tokens: int, repeat: int) -> None:
         times.append(barrier_time())
         assert watched.check(dist.group.WORLD) is None
         times.append(barrier_time())
-        digest_all(weights)
-        times.append(barrier_time())
-        forward, observing, backward, checking, digesting = np.diff(times).tolist()
+        forward, observing, backward, checking = np.diff(times).tolist()
         if turn:  # the first round warms up
             seconds["step"].append(forward + backward)
             seconds[CANARY].append(observing + checking)
-            seconds[DIGEST].append(digesting)
     if rank == 0:
         medians = {name: statistics.median(x) for name, x in seconds.items()}
         Path(folder, "engine.json").write_text(json.dumps(medians))
@@ -136,33 +126,21 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16384, help="of the engine's document")
     parser.add_argument("--repeat", type=int, default=7, help="of the engine's step")
     parser.add_argument("--json", type=Path, help="write all figures there")
-    parser.add_argument("--rank-of", metavar="FOLDER", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.rank_of:
-        train_rank(args.rank_of, args.steps)
-        return
     settings = load_settings(QUICKSTART)
-    intervals = {
-        DIGEST: settings.train.check_weight_hash_across_dp_replicas_interval,
-        CANARY: settings.train.check_attention_interval,
-    }
+    interval, ranks = settings.train.check_attention_interval, settings.context_parallel_suite.context_parallel_size
     figures: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        command = [sys.executable, "-m", "benchmarks.canary", "--rank-of", folder, "--steps", str(args.steps)]
-        with local_ranks(command, settings.context_parallel_suite.context_parallel_size) as ranks:
-            if ranks.wait():
-                parser.error("the training of the quick start failed")
+        mp.spawn(train_rank, (folder, args.steps, ranks), nprocs=ranks)
         mp.spawn(engine_rank, (folder, args.tokens, args.repeat), nprocs=ENGINE_RANKS)
         for name in ("quickstart", "engine"):
             figures[name] = json.loads(Path(folder, f"{name}.json").read_text())
     for name, medians in figures.items():
-        for check, interval in intervals.items():
-            share = medians[check] / medians["step"] / interval
-            print(
-                f"{name:10}  {check:22}  {medians[check] * 1e3:8.1f} ms, every {interval} steps of "
-                f"{medians['step'] * 1e3:8.1f} ms: {share:.3%} of a step"
-            )
+        share = medians[CANARY] / medians["step"] / interval
+        print(
+            f"{name:10}  {CANARY:22}  {medians[CANARY] * 1e3:8.1f} ms, every {interval} steps of "
+            f"{medians['step'] * 1e3:8.1f} ms: {share:.3%} of a step"
+        )
     if args.json:
         args.json.write_text(json.dumps(figures, indent=1))
 

@@ -27,7 +27,6 @@ from torch.overrides import TorchFunctionMode
 
 from benchmarks.arguments import Arguments
 from mindspeed_cp.megatron.patches.swap import replaced
-from mindspeed_cp.train.local_agent import STORE_VARIABLE
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 WARM_UP = 5
@@ -122,14 +121,14 @@ def added_seconds(repeat: int = 20_000) -> float:
 
 def measure(folder: str, steps: int, layers: int) -> dict[str, Any]:
     """Train and return the figures of the table, by name."""
-    environment = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, STORE_VARIABLE: f"{folder}/store"}
+    environment = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
     os.environ |= {name: str(value) for name, value in environment.items()} | {"GLOO_SOCKET_IFNAME": "lo"}
     from mindspeed_cp.config.settings import load_settings
     from mindspeed_cp.train.uncompiled import uncompiled_megatron
 
     small = ["model.hidden_size=64", "model.ffn_hidden_size=128", f"model.num_layers={layers}", "data.seq_length=128"]
     suite = ["context_parallel_suite.context_parallel_size=1", "context_parallel_suite.nodes=1", "train.compare=[]"]
-    checks = ["train.check_attention_interval=0", "train.check_weight_hash_across_dp_replicas_interval=0"]
+    checks = ["train.check_attention_interval=0"]
     run = ["train.global_batch_size=1", f"train.train_iters={steps + WARM_UP}", "train.threads_per_rank=1"]
     files = [f"output.folder={folder}/run", "output.progress=none", "output.loss_png=false"]
     settings = load_settings(
@@ -160,7 +159,11 @@ def measure(folder: str, steps: int, layers: int) -> dict[str, Any]:
                 run_step(training, iter(micro_batches), *given)
         return result
 
-    with megatron_compat(), replaced(loop, "run_step", twice), join_ranks(settings) as world:
+    with (
+        megatron_compat(),
+        replaced(loop, "run_step", twice),
+        join_ranks(settings, store_file=Path(folder, "train-store")) as world,
+    ):
         loop.train(settings, world)
         added = added_seconds()
     with_mode, without = (seconds[has_mode][WARM_UP:] for has_mode in (True, False))

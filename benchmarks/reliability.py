@@ -33,7 +33,6 @@ from mindspeed_cp.data import stream
 from mindspeed_cp.engine.call_agreement import CallAgreement
 from mindspeed_cp.megatron.patches.swap import replaced
 from mindspeed_cp.ops.host_memory import keep_freed_memory
-from mindspeed_cp.train.local_agent import STORE_VARIABLE
 
 QUICKSTART = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
 
@@ -168,7 +167,7 @@ def seconds_of_micro_batch(plan: Any, calls: int, repeat: int = 60) -> list[floa
 
 def training_worker(rank: int, folder: str, ranks: int, steps: int) -> None:
     """Run steps of the quick start; each step's micro-batches run with and without each check."""
-    environment = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, STORE_VARIABLE: f"{folder}/store"}
+    environment = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ |= {name: str(value) for name, value in environment.items()} | {"GLOO_SOCKET_IFNAME": "lo"}
     from mindspeed_cp.config.settings import load_settings
     from mindspeed_cp.megatron import megatron_compat
@@ -210,7 +209,7 @@ def training_worker(rank: int, folder: str, ranks: int, steps: int) -> None:
         megatron_compat(),
         replaced(loop, "run_step", measured),
         timed(CHECKS[1], digest_seconds),
-        join_ranks(settings) as world,
+        join_ranks(settings, store_file=Path(folder, "train-store")) as world,
     ):
         loop.train(settings, world)
         calls = statistics.median(calls_per_step) / micro_batches_per_step[-1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +18,8 @@ EXAMPLES = {"ci": (0.25, 10), "thorough": (1.0, 0)}
 #: would leave the other processes without work.
 LONG = (
     "launch_scripts/test_training.py",
-    "train/test_launch.py",
+    "faults/test_processes.py",
+    "faults/test_checkpoints.py",
     "train/test_training.py",
     "train/test_beside.py",
     "train/test_pool.py",
@@ -40,10 +40,6 @@ LONG = (
     "npu/test_hccl_streams.py",
     "npu/test_calibrate.py",
 )
-
-#: The key that signs checkpoints of tests: the user's own stays as it is.
-_key_folder = tempfile.TemporaryDirectory(prefix="mindspeed-cp-key-")
-os.environ["MINDSPEED_CP_KEY_FILE"] = os.path.join(_key_folder.name, "checkpoint.key")
 
 for profile in EXAMPLES:
     settings.register_profile(profile, deadline=None)

@@ -1,5 +1,6 @@
 # shellcheck shell=bash
-# What the scripts of all machines do: read the options, check them and the machine, start `mindspeed-cp train`.
+# What the scripts of all machines do: read the options, check them and the machine, start `mindspeed-cp train`; on many
+# nodes by torchrun.
 #
 # Sourced by the script of a machine, which has set MACHINE, DEVICES_PER_NODE and RANK_TABLE_VERSIONS.  The variables of
 # the ranks are in environment.sh; what needs the settings or JSON is in check.py.
@@ -21,8 +22,8 @@ On many nodes run it on each of them, with the same options but --node-rank; und
   --node-rank N           this node, 0 to nodes - 1                     (NODE_RANK; needed for many nodes)
   --master-addr HOST      name or address of node 0                     (MASTER_ADDR; needed for many nodes)
   --master-port PORT      port of node 0 that is free, on all the same  (MASTER_PORT; 29500)
-  --interface NAME        the host's network device, such as eth0, for HCCL, gloo and the store of rank 0
-  --log-dir FOLDER        output of every rank                          (LOG_DIR; OUTPUT.FOLDER/logs)
+  --interface NAME        the host's network device, such as eth0, for HCCL and gloo
+  --log-dir FOLDER        output of every rank, on many nodes           (LOG_DIR; OUTPUT.FOLDER/logs)
   --rank-table FILE       JSON of all devices, for HCCL                 (RANK_TABLE_FILE)
   --connect-timeout S     120 to 7200; until a communicator is made     (HCCL_CONNECT_TIMEOUT; 9/10 of timeout_seconds)
   --exec-timeout S        less than timeout_seconds: what a device
@@ -199,11 +200,13 @@ fi
 
 # --- the command ------------------------------------------------------------------------------------------------------
 
-COMMAND=("$PYTHON" -m mindspeed_cp train "$CONFIG" "${SETTINGS[@]}" --nproc "$RANKS" --log-dir "$LOGS")
-if ((NODES > 1)); then
-    COMMAND+=(--nodes "$NODES" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT")
+TRAIN=(-m mindspeed_cp train "$CONFIG" "${SETTINGS[@]}")
+if ((NODES > 1)); then # torchrun starts the ranks, with a file of output for each
+    COMMAND=("$PYTHON" -m torch.distributed.run --nnodes "$NODES" --node-rank "$NODE_RANK" --nproc-per-node "$RANKS"
+        --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" --log-dir "$LOGS" --tee 3 "${TRAIN[@]}" "${REST[@]}")
+else
+    COMMAND=("$PYTHON" "${TRAIN[@]}" --nproc "$RANKS" "${REST[@]}")
 fi
-COMMAND+=("${REST[@]}")
 unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE # with them the command would be one rank of another launcher
 
 # quoted WORDS...: on one line, as a shell reads them back.
@@ -233,7 +236,6 @@ check_machine() {
     done <<<"$findings"
 }
 
-LOG_NAMES="$LOGS/rankN.log"
 if ((DRY_RUN)); then
     printf '# %s, node %s of %s: ranks %s to %s of %s, on %s\n' "$MACHINE" "$NODE_RANK" "$NODES" \
         $((NODE_RANK * RANKS)) $((NODE_RANK * RANKS + RANKS - 1)) $((NODES * RANKS)) "$DEVICE"
@@ -245,11 +247,12 @@ if ((DRY_RUN)); then
         fi
     done
     check_machine
-    printf '# logs: %s\n' "$LOG_NAMES"
     quoted "${COMMAND[@]}"
     exit 0
 fi
 check_machine
-if ! mkdir -p "$LOGS" || [[ ! -w $LOGS ]]; then refuse --log-dir "$LOG_DIR" "must be a folder that can be written to"; fi
-printf 'log of every rank: %s; that of local rank 0 is shown here too\n' "$LOG_NAMES" >&2
+if ((NODES > 1)); then
+    if ! mkdir -p "$LOGS" || [[ ! -w $LOGS ]]; then refuse --log-dir "$LOG_DIR" "must be a folder that can be written to"; fi
+    printf 'output of every rank: %s\n' "$LOGS" >&2
+fi
 exec "${COMMAND[@]}"

@@ -26,21 +26,9 @@ def train(
     nproc: Annotated[
         int | None,
         typer.Option(
-            help="Ranks of this machine. Default: train.data_parallel_size replicas, or one, over all nodes.",
+            help="Ranks, on this machine. Default: those of train.data_parallel_size replicas, or of one.",
             show_default=False,
         ),
-    ] = None,
-    nodes: Annotated[int, typer.Option(help="Machines; the command is started on each of them.")] = 1,
-    node_rank: Annotated[
-        int | None, typer.Option(help="This machine, 0 to nodes - 1.", show_default="0, if it is the only one")
-    ] = None,
-    master_addr: Annotated[
-        str, typer.Option(help="Name or address of node 0, where rank 0 listens for the others.", show_default=False)
-    ] = "",
-    master_port: Annotated[int, typer.Option(help="Port of node 0 for that.")] = 29500,
-    log_dir: Annotated[
-        Path | None,
-        typer.Option(help="Folder for the output of every rank; then local rank 0 alone is shown.", show_default=False),
     ] = None,
     overrides: Overrides = None,
     resume: Annotated[
@@ -55,23 +43,18 @@ def train(
 ) -> int:
     """Train a GPT with Megatron-core on packed documents.
 
-    Starts the ranks of this machine; on several machines start it on each, with --nodes, --node-rank and --master-addr.
-    Under any launcher that sets RANK and WORLD_SIZE, such as torchrun, it is one rank:
-    torchrun --nproc-per-node 4 --master-port 29500 -m mindspeed_cp train CONFIG
+    Starts the ranks on this machine. Under a launcher that sets RANK and WORLD_SIZE, such as torchrun, on one machine
+    or on many, it is one rank: torchrun --nnodes 2 --nproc-per-node 4 ... -m mindspeed_cp train CONFIG
     """
     from mindspeed_cp.config.settings import QUICKSTART, load_settings
     from mindspeed_cp.device.select import load_cuda, require_torch_npu
     from mindspeed_cp.device.versions import require_megatron_of_train
-    from mindspeed_cp.train.nodes import Nodes
 
     all_overrides = list(overrides or ())
     if resume is not None:
         all_overrides.append(f"checkpoint.resume={'true' if resume else 'false'}")
     if as_json:
         all_overrides.append("output.progress=none")
-    if nodes > 1 and node_rank is None:
-        raise ConfigError(f"--node-rank: needed for {nodes} nodes: 0 to {nodes - 1}, another on each")
-    machines = Nodes(nodes, node_rank or 0, master_addr, master_port)
     settings = load_settings(config or QUICKSTART, all_overrides, _print_note)
     require_megatron_of_train()
     if settings.train.device == "npu":
@@ -85,10 +68,8 @@ def train(
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         if nproc is not None:
             raise ConfigError(f"--nproc {nproc}: the launcher has set the number of ranks; leave --nproc out")
-        if nodes > 1:
-            raise ConfigError(f"--nodes {nodes}: the launcher has set the number of ranks; leave --nodes out")
         return run_under_launcher(settings, as_json=as_json)
-    return start_local_ranks(settings, nproc, as_json=as_json, nodes=machines, logs=log_dir)
+    return start_local_ranks(settings, nproc, as_json=as_json)
 
 
 def _print_note(text: str) -> None:

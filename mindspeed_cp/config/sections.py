@@ -94,12 +94,6 @@ class TrainSettings(Section):
     prefetch_micro_batches: PositiveInt = Field(
         default=2, description="micro-batches packed and planned ahead, in a thread of each rank"
     )
-    planner: Planner = Field(
-        default="auto",
-        description="which ranks make plans: replicated: every rank its own; node: of the ranks of a machine that have "
-        "the same plans, the first one, which sends the others what they need of them; auto: node where plans are "
-        "searched for (hierarchical, candidates) and a rank has fewer than 2 cores, without verify_plans",
-    )
     threads_per_rank: PositiveInt | None = Field(
         default=None, description="CPU threads of a rank; null: an equal share of the cores"
     )
@@ -108,36 +102,20 @@ class TrainSettings(Section):
         description="algorithms, as in context_parallel_suite.candidates, that run on the first batches before the "
         "training, beside its own: a table shows loss, imbalance, bytes and time; the training stays the same",
     )
-    check_weight_hash_across_dp_replicas_interval: NonNegativeInt = Field(
-        default=0,
-        description="steps between comparisons of the weights, and of the state of an optimizer that is not "
-        "distributed, over the ranks that must hold equal values, which are also compared before every checkpoint; "
-        "a rank that differs ends the run; 0: never",
-    )
     check_attention_interval: NonNegativeInt = Field(
         default=0,
         description="steps between comparisons of some queries of one head, forward and backward, with attention in "
         "fp64; a difference ends the run; 0: never",
     )
-    max_restarts: NonNegativeInt = Field(
-        default=0,
-        description="restarts of all ranks, from the newest checkpoint, after a rank died or the run stopped because "
-        "its loss was not finite or a spike",
-    )
-    nonfinite_policy: Literal["stop", "skip", "rollback"] = Field(
+    nonfinite_policy: Literal["stop", "skip"] = Field(
         default="stop",
-        description="after a step whose loss or gradient is not finite: stop; skip: leave the weights as they are; "
-        "rollback: load the newest checkpoint and leave out the batches since",
-    )
-    spike_policy: Literal["keep", "stop", "skip", "rollback"] = Field(
-        default="keep",
-        description="after a step whose loss is a spike: keep: go on, but `latest` stays at the checkpoint before; "
-        "stop, skip, rollback: as in nonfinite_policy",
+        description="after a step whose loss or gradient is not finite, or whose loss is a spike: stop; skip: leave "
+        "the weights as they are, and go on with the next batch",
     )
     spike_mads: NonNegativeFloat = Field(
-        default=10.0,
+        default=0.0,
         description="a loss is a spike if it exceeds the median of the last 64 by more than this many median absolute "
-        "deviations, of which one is at least 1 % of the median; 0: none is",
+        "deviations, of which one is at least 1 % of the median, such as 10; 0: none is",
     )
 
     @model_validator(mode="after")
@@ -163,11 +141,6 @@ class CheckpointSettings(Section):
         description="write checkpoints in the background, from a copy in host memory as large as the rank's shards; "
         "one is complete some steps later, and a crash before that costs it, never the one before",
     )
-    trust_unsigned: bool = Field(
-        default=False,
-        description="also load a checkpoint that was not signed with this user's key (another user's, another "
-        "machine's, an older version's), or that others can change; it can run any code",
-    )
 
 
 class OutputSettings(Section):
@@ -178,7 +151,7 @@ class OutputSettings(Section):
         default="auto", description="auto: a bar on a terminal, lines elsewhere"
     )
     log_interval: PositiveInt = Field(default=10, description="steps between lines, if there is no bar")
-    loss_png: bool = Field(default=True, description="draw loss.png at every checkpoint, in a process of its own")
+    loss_png: bool = Field(default=True, description="draw loss.png at the end")
     tensorboard: bool = Field(
         default=False,
         description="also write the figures of metrics.jsonl as TensorBoard events into the folder `tensorboard`; "

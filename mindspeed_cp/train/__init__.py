@@ -1,11 +1,13 @@
-"""Training on Megatron-core: launch local ranks, build the model, feed it planned batches, keep its state on disk.
+"""A small trainer on Megatron-core: planned micro-batches in, optimizer steps, metrics and checkpoints out.
 
-    launch     starts the ranks, reports how they ended in one line and an exit code
-    worker     one rank: environment, process groups, errors
-    loop       the steps of a run
-    model      GPT, DDP, optimizer, schedule from the settings
-    micro_batch_loader   planned micro-batches, made ahead in a thread
-    checkpoint state on disk, atomic
+    launch              the ranks of this machine as processes; how they ended, in one line
+    world               one rank among all: device, process groups, numbers
+    model               GPT, DDP, optimizer, schedule from the settings (stages: the parts that a rank holds)
+    micro_batch_loader  planned micro-batches, made ahead in a thread
+    step                one optimizer step
+    loop                the steps of a run
+    checkpoint          state on disk, by torch.distributed.checkpoint
+    run_files, output   what else a run writes and shows
 
 Importing this package imports neither torch nor Megatron.
 """

@@ -1,4 +1,4 @@
-"""What follows a step whose loss or gradient is not finite, or whose loss is a spike.
+"""Steps whose loss or gradient is not finite, or whose loss is a spike: train.nonfinite_policy.
 
 All ranks decide alike, from figures that they have gathered, so nothing is sent.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from statistics import median
-from typing import Literal, cast
 
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import DivergenceError
@@ -17,9 +16,6 @@ HISTORY = 64  # losses that a spike is measured against
 LEAST_HISTORY = 16  # fewer say nothing
 MAD_FLOOR = 0.01  # of the median: a flat curve would make every loss a spike
 SKIPS_IN_A_ROW = 10
-ROLLBACKS_TO_A_CHECKPOINT = 3
-
-Action = Literal["keep", "skip", "rollback"]
 
 _ADVICE = "lower train.lr or clip more (train.clip_grad), which a resumed run may"
 
@@ -45,22 +41,18 @@ def with_loss(losses: Sequence[float], loss: float) -> tuple[float, ...]:
 
 
 class BadStepPolicy:
-    """Decides what follows a bad step, and ends the run where the same happens again and again.
+    """Ends the run at a bad step, or has it skipped.
 
     Args:
         settings: settings of the run.
     """
 
     def __init__(self, settings: Settings) -> None:
-        self._nonfinite, self._spike = settings.train.nonfinite_policy, settings.train.spike_policy
-        self.mads = settings.train.spike_mads
-        self._skips = 0  # in a row
-        self._rollbacks: list[int] = []  # steps of the checkpoints gone back to, the newest ones
+        self._skips, self._mads = settings.train.nonfinite_policy == "skip", settings.train.spike_mads
+        self._in_a_row = 0
 
-    def judge(
-        self, step: int, nonfinite: str | None, loss: float, losses: Sequence[float]
-    ) -> tuple[Action, str | None]:
-        """Return what to do with a step whose gradients are known, and what is wrong with it (None: nothing).
+    def problem(self, step: int, nonfinite: str | None, loss: float, losses: Sequence[float]) -> str | None:
+        """Return why a step is to be skipped, or None: its weights are to be updated.
 
         Args:
             step: number of the step.
@@ -71,37 +63,20 @@ class BadStepPolicy:
         Raises:
             DivergenceError: the policy is to stop, or too many steps in a row were skipped.
         """
-        policy: str = self._nonfinite
-        problem = nonfinite
-        if problem is None:
-            limit = spike_limit(losses, self.mads)
-            if loss <= limit:
-                self._skips = 0
-                return "keep", None
-            policy = self._spike
-            problem = (
-                f"the loss of {loss:.4g} is a spike, above {limit:.4g}: the median of {len(losses)} steps and "
-                f"{self.mads:g} MAD"
-            )
-        if policy == "stop":
-            key = "spike_policy" if nonfinite is None else "nonfinite_policy"
+        limit = spike_limit(losses, self._mads)
+        if nonfinite is None and loss <= limit:
+            self._in_a_row = 0
+            return None
+        problem = nonfinite or (
+            f"the loss of {loss:.4g} is a spike, above {limit:.4g}: the median of {len(losses)} steps and "
+            f"{self._mads:g} MAD"
+        )
+        if not self._skips:
             raise DivergenceError(
-                f"step {step}: {problem}; {_ADVICE}, or set train.{key} to skip or rollback; the step was not kept, "
-                "and checkpoints are untouched"
+                f"step {step}: {problem}; {_ADVICE}, or set train.nonfinite_policy: skip; the step was not kept, and "
+                "checkpoints are untouched"
             )
-        self._skips = self._skips + 1 if policy == "skip" else 0
-        if self._skips > SKIPS_IN_A_ROW:
+        self._in_a_row += 1
+        if self._in_a_row > SKIPS_IN_A_ROW:
             raise DivergenceError(f"step {step}: {problem}, after {SKIPS_IN_A_ROW} skipped steps in a row; {_ADVICE}")
-        return cast("Action", policy), problem
-
-    def rolled_back(self, step: int, to: int, problem: str) -> None:
-        """Count that the run went back from one step to the checkpoint of another.
-
-        Raises:
-            DivergenceError: it did so too often to the same checkpoint.
-        """
-        self._rollbacks = [*(earlier for earlier in self._rollbacks if earlier == to), to]
-        if len(self._rollbacks) > ROLLBACKS_TO_A_CHECKPOINT:
-            raise DivergenceError(
-                f"step {step}: {problem}, after {ROLLBACKS_TO_A_CHECKPOINT} rollbacks to step {to}; {_ADVICE}"
-            )
+        return problem

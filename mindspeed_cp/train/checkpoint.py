@@ -1,204 +1,534 @@
-"""State on disk: Megatron's distributed checkpoints, written to a hidden folder and renamed when they are complete.
+"""State on disk: torch's distributed checkpoints, in a hidden folder that is renamed when it is complete.
 
-A checkpoint exists as a whole or not at all: shards are written to a hidden folder and made durable, the folder is
-renamed, and only then does `latest` name it. The next save removes what a crash leaves behind. run.json beside the
-shards holds everything that is not a tensor, readable without torch.
+    checkpoints/iter_0000050/   shard-0000N-model-...safetensors   tensors of one rank each
+                                manifest.json                      the rest, with the SHA-256 of every file and its own
+    checkpoints/latest          the name of the newest one
+
+A checkpoint exists as a whole or not at all: shards are written and made durable, their digests are taken, the folder
+is renamed, and only then does `latest` name it. A checkpoint of which a file does not have its digest is passed over
+for the one before. Tensors are named and placed as in the whole model, so that any number of ranks can load them.
+Nothing is unpickled; torch before 2.9 has no safetensors storage, and there its own format is used, whose index is a
+pickle.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, fields
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-from torch.distributed.checkpoint import CheckpointException
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from mindspeed_cp.config.settings import Settings
+from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron import megatron_imports
-from mindspeed_cp.train.checkpoint_digests import (
-    DamagedCheckpointError,
-    file_digest,
-    write_digests,
-)
-from mindspeed_cp.train.checkpoint_folder import hold_new
-from mindspeed_cp.train.checkpoint_state import first_cause, sharded_random_state, sharded_state
-from mindspeed_cp.train.checkpoint_writer import Copies, InProcessSave
-from mindspeed_cp.train.held_folder import HeldFolder
+from mindspeed_cp.train import optimizer_state
+from mindspeed_cp.train.failures import checkpoint_cause, is_lost_rank_error, is_out_of_memory
+from mindspeed_cp.train.identity import check_same_run, identity
 from mindspeed_cp.train.model import TrainingModel
-from mindspeed_cp.train.progress import Progress
-from mindspeed_cp.train.resume import (
-    checkpoint_step,
-    list_checkpoints,
-    read_latest,
-    read_run_json,
-)
-from mindspeed_cp.train.run_files import (
-    RunFiles,
-    disk_error,
-    disk_errors_for,
-    sync_folder,
-    write_text,
-)
-from mindspeed_cp.train.run_identity import identity
+from mindspeed_cp.train.run_files import RunFiles, describe_folder, disk_error, error_text, sync_folder, write_text
 from mindspeed_cp.train.world import World
 
 with megatron_imports():
-    from megatron.core import dist_checkpointing
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing.dict_utils import (
+        dict_list_map_inplace,
+        extract_matching_values,
+        nested_values,
+    )
+    from megatron.core.dist_checkpointing.mapping import (
+        LocalNonpersistentObject,
+        ShardedObject,
+        ShardedTensor,
+        ShardedTensorFactory,
+        apply_factories,
+        apply_factory_merges,
+    )
 
+try:
+    from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+except ImportError:  # torch before 2.9
+    HuggingFaceStorageReader = HuggingFaceStorageWriter = None  # type: ignore[assignment, misc]
+
+MANIFEST = "manifest.json"
 # Parts of torch.save's message when a write fails; it does not name the cause.
 _STREAM_ERRORS = ("iostream error", "inline_container", "PytorchStreamWriter")
+_NAME = re.compile(r"iter_(\d{7,})")
+_TYPES: dict[str, Any] = {
+    "step": int, "tokens": int, "seconds": (int, float), "data": (dict, type(None)), "losses": list,
+    "skipped_steps": int, "adam_steps": (int, float), "ranks": int, "identity": dict, "settings": dict, "files": dict,
+}  # fmt: skip
 
 
-def save(files: RunFiles, training: TrainingModel, progress: Progress, settings: Settings, world: World) -> Path:
-    """Write a checkpoint and return its folder; every rank calls it. See `begin_save`."""
-    begun = begin_save(files, training, progress, settings, world)
-    begun.shards.write()
-    folder = begun.finish()
-    if world.is_first:
-        remove_hidden(files)
-    return folder
-
-
-def begin_save(
-    files: RunFiles,
-    training: TrainingModel,
-    progress: Progress,
-    settings: Settings,
-    world: World,
-    copies: Copies | None = None,
-) -> BegunSave:
-    """Begin a checkpoint: agree on who writes what; every rank calls it.
-
-    Args:
-        files: files of the run.
-        training: model, optimizer and schedule.
-        progress: state of the run after the step.
-        settings: settings of the run.
-        world: this rank among all.
-        copies: where to copy this rank's shards, for training that goes on before they are written; None: it does not.
-
-    Raises:
-        DiskError: It cannot be written; the newest checkpoint before it stays the newest.
-    """
-    partial = _partial(files.checkpoint(progress.step))
-    if world.is_first:
-        with disk_errors_for(files.checkpoints):
-            remove_hidden(files)
-    held = hold_new(partial, settings, world)
-    state = {**sharded_state(training, is_loading=False), "rng": sharded_random_state(world)}
-    shards = InProcessSave(
-        held, copies, {buffer.untyped_storage().data_ptr() for part in training.models for buffer in part.buffers()}
-    )
-    with _shard_errors_for(files.checkpoints):
-        dist_checkpointing.save(state, str(held.path), sharded_strategy=shards)
-    return BegunSave(files, progress, settings, world, held, shards)
+class DamagedCheckpointError(ConfigError):
+    """A checkpoint is not whole; an older one may be."""
 
 
 @dataclass(frozen=True)
-class BegunSave:
-    """A checkpoint whose shards are to be written, in a hidden folder; a crash leaves the one before as it is."""
+class Progress:
+    """State of a run after a step, apart from tensors.
 
-    files: RunFiles
-    progress: Progress
-    settings: Settings
-    world: World
-    held: HeldFolder
-    shards: InProcessSave
+    Attributes:
+        step: number of finished optimizer steps.
+        tokens: number of tokens trained on so far, over all ranks.
+        seconds: time spent in steps so far.
+        data: state of the data stream.
+        losses: of the newest steps that were not skipped, which spikes are measured against.
+        skipped_steps: steps whose update was left out.
+    """
 
-    def finish(self) -> Path:
-        """Give the checkpoint its name, after `shards.write` on every rank; every rank calls it.
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    data: dict[str, Any] | None = None
+    losses: tuple[float, ...] = ()
+    skipped_steps: int = 0
 
-        Checkpoints of this run at later steps, left when it was resumed at an older one, are hidden, and so are those
-        beyond checkpoint.keep; `remove_hidden` removes them. What another run left in the folder stays.
 
-        Returns:
-            The folder of the checkpoint.
+class Shard:
+    """A part of a tensor of the whole model, as torch.distributed.checkpoint saves and loads it.
+
+    Args:
+        tensor: the part, on this rank.
+        offsets: where it begins in the whole tensor.
+        size: shape of the whole tensor.
+    """
+
+    def __init__(self, tensor: Tensor, offsets: tuple[int, ...], size: tuple[int, ...]) -> None:
+        self.tensor, self._offsets, self._size = tensor.detach(), torch.Size(offsets), torch.Size(size)
+
+    def to_host(self) -> Shard:
+        """Return the same part with a copy of its data in host memory."""
+        return Shard(self.tensor.to("cpu", copy=True), self._offsets, self._size)
+
+    def size(self) -> torch.Size:
+        """Return the shape of the whole tensor."""
+        return self._size
+
+    def __create_write_items__(self, name: str, value: object) -> list[WriteItem]:
+        data = TensorWriteData(
+            chunk=self.__create_chunk_list__()[0],
+            properties=TensorProperties.create_from_tensor(self.tensor),
+            size=self._size,
+        )
+        return [WriteItem(index=MetadataIndex(name, self._offsets), type=WriteItemType.SHARD, tensor_data=data)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offsets=self._offsets, sizes=self.tensor.size())]
+
+
+class _SavePlanner(DefaultSavePlanner):
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self.state_dict[index.fqn].tensor
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Take the state as it is: torch's own planner puts tensors in the place of values that it does not know."""
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.state_dict[index.fqn].tensor
+
+
+def named_shards(state: dict[str, Any]) -> dict[str, Shard]:
+    """Return the tensors of a state of Megatron, after apply_factories, by names that are unique on a rank.
+
+    Megatron gives one name to a weight of all layers or experts, numbered by leading dimensions, and to the two halves
+    of a gated MLP; a safetensors file holds one part of each name. So these numbers become parts of the name.
+    """
+    parts: dict[str, list[ShardedTensor]] = defaultdict(list)
+    for value in nested_values(state):
+        if isinstance(value, ShardedTensor):
+            numbers = value.global_offset[: value.prepend_axis_num]
+            parts[".".join(map(str, (value.key, *numbers)))].append(value)
+    shards = {}
+    for name, tensors in parts.items():
+        count = len(tensors)
+        for number, value in enumerate(sorted(tensors, key=lambda x: x.global_offset)):
+            if value.data is None:
+                value.init_data("cpu")
+            first = value.prepend_axis_num
+            offsets, size = list(value.global_offset[first:]), list(value.global_shape[first:])
+            if count > 1:  # rank r of n has rows r/n to (r+1)/n of each half
+                axis = next(axis for axis, n in enumerate(size) if value.local_shape[axis] < n)
+                size[axis] //= count
+                offsets[axis] -= number * size[axis]
+                if not 0 <= offsets[axis] <= size[axis] - value.local_shape[axis]:
+                    raise NotImplementedError(f"{name}: parts of a rank are not equal parts of the whole tensor")
+            shards[name if count == 1 else f"{name}.part{number}"] = Shard(value.data, tuple(offsets), tuple(size))
+    return shards
+
+
+def sharded_state(training: TrainingModel, *, is_loading: bool) -> dict[str, Any]:
+    """Return Megatron's state of model and optimizer as sharded tensors."""
+    metadata = {
+        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        "distrib_optim_sharding_type": "fully_reshardable",
+    }
+    models = {
+        key: part.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
+        for key, part in zip(_model_keys(training), training.models, strict=True)
+    }
+    optimizer = training.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
+    return {**models, "optimizer": optimizer}
+
+
+def _model_keys(training: TrainingModel) -> list[str]:
+    count = len(training.models)
+    return ["model"] if count == 1 else [f"model{number}" for number in range(count)]
+
+
+class CheckpointSaver:
+    """Saves checkpoints, never two at once; every rank calls every method, between steps.
+
+    With checkpoint.async_save a thread writes a copy in host memory while the next steps are trained.
+
+    Attributes:
+        newest: folder of the newest complete checkpoint, or None.
+    """
+
+    def __init__(
+        self, files: RunFiles, training: TrainingModel, settings: Settings, world: World, newest: Path | None
+    ) -> None:
+        self._files, self._training, self._settings, self._world = files, training, settings, world
+        self.newest = newest
+        timeout = timedelta(seconds=settings.context_parallel_suite.timeout_seconds)
+        self._group = dist.new_group(backend="gloo", timeout=timeout)  # of the thread
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: Future[Path] | None = None
+
+    def save(self, progress: Progress) -> None:
+        """Save a checkpoint after a step; where the one before is not complete, wait for it.
 
         Raises:
-            DiskError: It cannot be written; the newest checkpoint before it stays the newest.
+            DiskError: this one or the one before cannot be written; the newest checkpoint before it stays the newest.
         """
-        files, progress, settings, world = self.files, self.progress, self.settings, self.world
-        final, held = files.checkpoint(progress.step), self.held
-        with _shard_errors_for(files.checkpoints):
-            digests = self.shards.finish()
-        if world.is_first:
-            run = {
-                **vars(progress),
-                "ranks": world.size,
-                "identity": identity(settings),
-                "settings": settings.model_dump(mode="json"),
-            }
-            with disk_errors_for(files.checkpoints):
-                (held.path / "run.json").write_text(json.dumps(run, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-                others = {path.name for path in held.path.iterdir()} - digests.keys()
-                digests |= {name: file_digest(held.open(name)) for name in others}
-                write_digests(held, final.name, digests)
-                _make_durable(held.path)
-                if final.exists():
-                    _hide(final)
-                os.replace(_partial(final), final)
-                if not held.is_at(final):
-                    raise OSError(errno.ESTALE, "somebody put another folder in the place of the checkpoint")
-                sync_folder(files.checkpoints)
-                if not progress.spike:
-                    write_text(files.latest, final.name + "\n")
-                _prune(files, settings.checkpoint.keep, progress)
-        held.close()
-        world.barrier()
+        self.finish()
+        state = sharded_state(self._training, is_loading=False)
+        apply_factories(state)
+        shards = named_shards(state)
+        record = {
+            **asdict(progress),
+            "adam_steps": optimizer_state.steps_of(self._training.optimizer),
+            "ranks": self._world.size,
+            "identity": identity(self._settings),
+            "settings": self._settings.model_dump(mode="json"),
+        }
+        if not self._settings.checkpoint.async_save:
+            self.newest = self._write(shards, record)
+            return
+        self._pending = self._thread.submit(self._write, {name: x.to_host() for name, x in shards.items()}, record)
+
+    def finish(self) -> None:
+        """Wait until the checkpoint is complete; raises as `save` does."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self.newest = pending.result()
+
+    def _write(self, shards: dict[str, Shard], record: dict[str, Any]) -> Path:
+        """Write a checkpoint and give it its name; in the thread, if there is one."""
+        final = self._files.checkpoint(record["step"])
+        partial = final.with_name(f".saving-{final.name}")
+
+        def begin() -> None:
+            for leftover in self._files.checkpoints.glob(".saving-*"):
+                shutil.rmtree(leftover)
+            partial.mkdir(parents=True)
+
+        def name_it() -> None:
+            record["files"] = {name: digest for of_rank in digests for name, digest in of_rank.items()}
+            write_text(partial / MANIFEST, _manifest_text(record))
+            if final.exists():
+                shutil.rmtree(final)
+            os.replace(partial, final)
+            sync_folder(self._files.checkpoints)
+            write_text(self._files.latest, final.name + "\n")
+            _prune(self._files, self._settings.checkpoint.keep, record["step"])
+
+        self._agree(begin, only_first=True)
+        self._agree(
+            lambda: dcp.save(shards, storage_writer=_writer(partial), planner=_SavePlanner(), process_group=self._group)
+        )
+        digests = self._agree(lambda: _durable_digests(partial, self._world))
+        self._agree(name_it, only_first=True)
         return final
 
+    def _agree(self, act: Callable[[], Any], *, only_first: bool = False) -> list[Any]:
+        """Do something on all ranks, or on the first one; return the results of all.
 
-def _partial(final: Path) -> Path:
-    """Return the hidden folder of a checkpoint that is not complete."""
-    return final.with_name(f".saving-{final.name}")
+        Raises:
+            DiskError: a rank could not write; on all ranks.
+        """
+        result, failure = None, None
+        try:
+            if self._world.is_first or not only_first:
+                result = act()
+        except (OSError, RuntimeError, CheckpointException) as error:
+            cause = checkpoint_cause(error) or error
+            if isinstance(cause, RuntimeError) and any(part in str(cause) for part in _STREAM_ERRORS):
+                cause = OSError(errno.EIO, "the disk is full, or fails")
+            if not isinstance(cause, OSError):
+                raise cause from None
+            failure = (cause.errno or errno.EIO, error_text(cause))
+        outcomes: list[Any] = [None] * self._world.size
+        dist.all_gather_object(outcomes, (result, failure), group=self._group)
+        for _, other in outcomes:
+            if other is not None:
+                raise disk_error(OSError(*other), self._files.checkpoints)
+        return [other for other, _ in outcomes]
 
 
-@contextmanager
-def _shard_errors_for(folder: Path) -> Iterator[None]:
-    """Raise DiskError, on all ranks, if one cannot write its shards within this block."""
-    try:
-        yield
-    except (OSError, RuntimeError, CheckpointException) as error:
-        cause = first_cause(error)
-        if isinstance(cause, RuntimeError) and any(part in str(cause) for part in _STREAM_ERRORS):
-            cause = OSError(errno.EIO, "the disk is full, or fails")
-        if isinstance(cause, OSError):
-            raise disk_error(cause, folder) from None
-        raise cause from None
+def _writer(folder: Path) -> dcp.StorageWriter:
+    if HuggingFaceStorageWriter is None:
+        return dcp.FileSystemWriter(folder, single_file_per_rank=True)
+    return HuggingFaceStorageWriter(str(folder), save_distributed=True)
 
 
-def _make_durable(folder: Path) -> None:
-    for path in folder.iterdir():
-        with open(path, "rb") as file:
+def _reader(folder: Path) -> dcp.StorageReader:
+    if (folder / ".metadata").exists():  # of torch before 2.9
+        return dcp.FileSystemReader(folder)
+    if HuggingFaceStorageReader is None:
+        raise ConfigError(
+            f"{folder}: was written as safetensors, which torch {torch.__version__} does not load; use 2.9"
+        )
+    return HuggingFaceStorageReader(str(folder))
+
+
+def _durable_digests(folder: Path, world: World) -> dict[str, str]:
+    """Make this rank's share of the files durable; return their digests by name."""
+    digests = {}
+    for name in sorted(os.listdir(folder))[world.rank :: world.size]:
+        with open(folder / name, "rb") as file:
             os.fsync(file.fileno())
-    sync_folder(folder)
+        digests[name] = _digest(folder / name)
+    return digests
 
 
-def _prune(files: RunFiles, keep: int, progress: Progress) -> None:
-    """Hide this run's checkpoints but the newest `keep` up to this step and the one that `latest` names: those of later
-    steps belong to an abandoned future. Those of other runs stay, and so does what cannot be read."""
-    own, (latest, _) = [], read_latest(files)
-    for path in list_checkpoints(files.checkpoints):
-        with suppress(DamagedCheckpointError):
-            if read_run_json(path).get("run_id") == progress.run_id:
-                own.append(path)
-    past = [path for path in own if checkpoint_step(path) <= progress.step]
-    for old in [*past[:-keep], *own[len(past) :]]:
-        if old.name != latest:
-            _hide(old)
+def _digest(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
 
 
-def _hide(folder: Path) -> None:
-    """Rename a checkpoint that is to be removed, so that no incomplete one ever has a proper name."""
-    os.replace(folder, folder.with_name(f".saving-removed-{folder.name}"))
+def _manifest_text(record: dict[str, Any]) -> str:
+    """Return the text of a manifest: the record, and the digest of the record."""
+    text = json.dumps(record, sort_keys=True, allow_nan=False)
+    return json.dumps({"record": record, "sha256": hashlib.sha256(text.encode()).hexdigest()}, indent=1) + "\n"
 
 
-def remove_hidden(files: RunFiles) -> None:
-    """Remove hidden checkpoints, and what a crash left of one; not while a save runs."""
-    for leftover in files.checkpoints.glob(".saving-*"):
-        shutil.rmtree(leftover)
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """Return the record of a checkpoint: its progress, settings, and the digests of its files.
+
+    Raises:
+        DamagedCheckpointError: it is missing, damaged, or of another step than the folder.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        record = manifest["record"]
+        text = json.dumps(record, sort_keys=True, allow_nan=False)
+        if hashlib.sha256(text.encode()).hexdigest() != manifest["sha256"]:
+            raise DamagedCheckpointError(f"{MANIFEST} was changed")
+    except OSError as error:
+        raise DamagedCheckpointError(f"{MANIFEST}: {error_text(error)}") from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        if isinstance(error, DamagedCheckpointError):
+            raise
+        raise DamagedCheckpointError(f"{MANIFEST} is damaged") from None
+    if not all(isinstance(record.get(key), kind) for key, kind in _TYPES.items()):
+        raise DamagedCheckpointError(f"{MANIFEST} is not that of this version")
+    if record["step"] != checkpoint_step(folder):
+        raise DamagedCheckpointError(f"{MANIFEST} is of step {record['step']}")
+    return record
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints of a run, whole or not, oldest first."""
+    return sorted((path for path in folder.glob("iter_*") if _NAME.fullmatch(path.name)), key=checkpoint_step)
+
+
+def checkpoint_step(folder: Path) -> int:
+    """Return the step of a checkpoint, from its name."""
+    return int(folder.name.removeprefix("iter_"))
+
+
+def _prune(files: RunFiles, keep: int, step: int) -> None:
+    """Remove all checkpoints but the newest `keep` up to this step: those of later steps belong to an abandoned future.
+    They are hidden first, so that no incomplete one ever has a proper name."""
+    folders = list_checkpoints(files.checkpoints)
+    past = [path for path in folders if checkpoint_step(path) <= step]
+    for old in [*past[:-keep], *folders[len(past) :]]:
+        hidden = old.with_name(f".saving-removed-{old.name}")
+        os.replace(old, hidden)
+        shutil.rmtree(hidden)
+
+
+def checkpoints_to_resume(settings: Settings) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Return the records of the checkpoints that a run may resume from, by name, the best one first, and what is to be
+    told about the choice.
+
+    The best one is the one that `latest` names, or the newest one where `latest` is lost; older ones follow, to fall
+    back on. Whether their shards are whole is not looked at.
+
+    Raises:
+        ConfigError: there are some, but the best one belongs to other settings, none has a whole manifest, or none may
+            be resumed (checkpoint.resume is false).
+    """
+    files = RunFiles(Path(settings.output.folder))
+    folders = list_checkpoints(files.checkpoints)[::-1]
+    name, notes = _read_latest(files, folders)
+    if (folders or name) and not settings.checkpoint.resume:
+        raise ConfigError(
+            f"checkpoint.resume = false: {files.folder} has the checkpoint {name or folders[0].name}, which a new run "
+            "would mix with its own; leave --no-resume out to go on from it, or give another output.folder"
+        )
+    if name is not None:
+        folders = [path for path in folders if checkpoint_step(path) <= checkpoint_step(Path(name))]
+        if not folders or folders[0].name != name:
+            notes.append(f"{files.checkpoints / name}, which `latest` names, is gone")
+    records: dict[str, dict[str, Any]] = {}
+    for folder in folders:
+        try:
+            record = read_manifest(folder)
+        except DamagedCheckpointError as error:
+            notes.append(f"{folder}: is damaged ({error})")
+            continue
+        if not records:
+            check_same_run(settings, record["identity"], str(folder))
+        records[folder.name] = record
+    if (folders or name is not None) and not records:
+        raise _none_left(notes, files)
+    return records, notes
+
+
+def _read_latest(files: RunFiles, folders: Sequence[Path]) -> tuple[str | None, list[str]]:
+    """Return the name in the file `latest`, or None where it is missing or damaged, and notes for the user."""
+    try:
+        name = files.latest.read_text(encoding="utf-8").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        if not folders:
+            return None, []
+        return None, [f"{files.latest}: is missing, so the newest whole checkpoint is taken"]
+    except UnicodeDecodeError:
+        name = ""
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{describe_folder(files.folder)}: cannot be read: {error_text(error)}; give another folder"
+        ) from None
+    if _NAME.fullmatch(name):
+        return name, []
+    return None, [f"{files.latest}: is damaged, so the newest whole checkpoint is taken"]
+
+
+def _none_left(notes: Sequence[str], files: RunFiles) -> ConfigError:
+    return ConfigError(
+        f"{'; '.join(notes)}; no whole checkpoint is left in {files.checkpoints}: restore one, or give another "
+        "output.folder"
+    )
+
+
+def resume(settings: Settings, training: TrainingModel, world: World) -> tuple[Progress, Path | None, list[str]]:
+    """Load the newest whole checkpoint of the run's folder; every rank calls it.
+
+    The first rank chooses; ranks share out the files and compare them with their digests. Where the newest checkpoint
+    is damaged, the one before it is taken.
+
+    Returns:
+        The progress at the checkpoint, its folder (None: there is none, the run starts), and notes for the user.
+
+    Raises:
+        ConfigError: there are checkpoints, and none can be resumed.
+    """
+    choice: Any = None
+    if world.is_first:
+        try:
+            choice = checkpoints_to_resume(settings)
+        except ConfigError as error:
+            choice = error
+    choice = world.gather_objects(choice)[0]
+    if isinstance(choice, ConfigError):
+        raise choice
+    records, notes = choice
+    files = RunFiles(Path(settings.output.folder))
+    for name, record in records.items():
+        folder = files.checkpoints / name
+        damage = next(filter(None, world.gather_objects(_damage_of_share(folder, record["files"], world))), None)
+        if damage is None:
+            if notes:
+                notes[-1] += f"; going on from {name}"
+            return _load(folder, record, training, world), folder, notes
+        notes.append(f"{folder}: is damaged ({damage})")
+    if records:
+        raise _none_left(notes, files)
+    return Progress(), None, notes
+
+
+def _damage_of_share(folder: Path, digests: dict[str, str], world: World) -> str | None:
+    """Compare this rank's share of the files with their digests; return what is wrong with the first bad one."""
+    for name in sorted(digests)[world.rank :: world.size]:
+        try:
+            if _digest(folder / name) != digests[name]:
+                return f"{name} was changed"
+        except OSError as error:
+            return f"{name}: {error_text(error)}; ranks of all nodes must share output.folder"
+    return None
+
+
+def _load(folder: Path, record: dict[str, Any], training: TrainingModel, world: World) -> Progress:
+    """Fill model, optimizer and schedule from a whole checkpoint; every rank calls it.
+
+    Nothing in a step draws from a generator of random numbers (dropout has seeds of its own), so none is restored.
+    """
+    optimizer_state.prepare_to_load(training.optimizer)
+    state = sharded_state(training, is_loading=True)
+    merges, _ = extract_matching_values(
+        state, lambda value: isinstance(value, ShardedTensorFactory), return_lists_as_dicts=True
+    )
+    apply_factories(state)
+    try:
+        dcp.load(
+            dict(named_shards(state)), storage_reader=_reader(folder), planner=_LoadPlanner(flatten_state_dict=False)
+        )
+    except (Exception, CheckpointException) as error:
+        cause = checkpoint_cause(error) or error
+        if isinstance(cause, ConfigError) or is_lost_rank_error(cause) or is_out_of_memory(cause):
+            raise cause from None
+        raise ConfigError(
+            f"{folder}: cannot be loaded ({error_text(cause)}); move it away to go on from the one before"
+        ) from None
+    loaded = apply_factory_merges(dict_list_map_inplace(_loaded_value, state), merges)
+    for key, part in zip(_model_keys(training), training.models, strict=True):
+        part.load_state_dict(loaded[key], strict=True)
+    optimizer_state.load(training.optimizer, loaded["optimizer"], record["adam_steps"])
+    training.schedule.num_steps = 0
+    training.schedule.step(record["step"])
+    training.fused.use_in_optimizer(training.optimizer)
+    known = {field.name: record[field.name] for field in fields(Progress)}
+    return Progress(**{**known, "losses": tuple(known["losses"])})
+
+
+def _loaded_value(value: Any) -> Any:
+    """Return what a value of Megatron's sharded state holds."""
+    if isinstance(value, LocalNonpersistentObject):
+        return value.unwrap()
+    return value.data if isinstance(value, (ShardedTensor, ShardedObject)) else value

@@ -1,7 +1,7 @@
 """Comparison of algorithms before a training (train.compare): the same first batches with each of them.
 
-Every algorithm plans the first global batches and runs forward and backward on them; weights, optimizer, data stream
-and random state of the training stay as they are, so the training gives the same bits with and without it.
+Every algorithm plans the first global batches and runs forward and backward on them; weights, optimizer and data
+stream of the training stay as they are, so the training gives the same bits with and without it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from mindspeed_cp.errors import DivergenceError
 from mindspeed_cp.report.text import format_bytes
 from mindspeed_cp.train.micro_batch_loader import MicroBatch, MicroBatchLoader
 from mindspeed_cp.train.model import TrainingModel
-from mindspeed_cp.train.random_state import kept_random_state
 from mindspeed_cp.train.step import StepChecks, forward_backward
 from mindspeed_cp.train.stop_request import StopRequest
 from mindspeed_cp.train.world import World
@@ -57,17 +56,15 @@ def run_comparison(
     *others, own = compared_algorithms(settings)
     results: list[dict[str, Any]] = []
     lengths: list[int] = []
-    with kept_random_state():
-        for word in (*others, own):
-            variant = settings if word == own else compared_settings(settings, word)
-            loader = MicroBatchLoader(open_stream(), dispatcher, variant, training.attentions, world, stop_request)
-            with loader:
-                result, lengths, stop = _run(word, loader, world, training, stop_request)
-            results.append({**result, "loss": None} if stop else result)
-            if stop:
-                break
+    for word in (*others, own):
+        variant = settings if word == own else compared_settings(settings, word)
+        with MicroBatchLoader(open_stream(), dispatcher, variant, training.attentions, world, stop_request) as loader:
+            result, lengths, stop = _run(word, loader, world, training, stop_request)
+        results.append({**result, "loss": None} if stop else result)
+        if stop:
+            break
     training.zero_gradients()
-    one_machine = len(set(world.gather_json(socket.gethostname()))) == 1
+    one_machine = len(set(world.gather_objects(socket.gethostname()))) == 1
     return {"batches": STEPS, "documents": lengths, "one_machine": one_machine, "algorithms": results}
 
 

@@ -21,7 +21,6 @@ _OF_MACHINES = {
     "train.device",
     "train.threads_per_rank",
     "train.prefetch_micro_batches",
-    "checkpoint.trust_unsigned",
     "output.progress",
     "output.log_interval",
 }
@@ -39,7 +38,7 @@ def check_same_start(settings: Settings, world: World, corpus: Corpus, contents:
     Raises:
         ConfigError: ranks differ; names them and the first setting or the documents that differ.
     """
-    of_ranks = world.gather_json([_compared_settings(settings), [len(corpus.lengths), *contents]])
+    of_ranks = world.gather_objects([_compared_settings(settings), [len(corpus.lengths), *contents]])
     settings_of_ranks, corpora = zip(*of_ranks, strict=True)
     for key in settings_of_ranks[0]:
         values = [of_rank.get(key) for of_rank in settings_of_ranks]

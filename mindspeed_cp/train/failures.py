@@ -10,33 +10,21 @@ import sys
 
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.device import npu_errors
-from mindspeed_cp.errors import (
-    ConfigError,
-    CorruptionError,
-    DivergenceError,
-    OperatorError,
-    PeerError,
-    PlanError,
-)
+from mindspeed_cp.errors import ConfigError, CorruptionError, DivergenceError, OperatorError, PeerError, PlanError
 from mindspeed_cp.train.stop_request import Stopped
 
 OK, FAILED, BAD_INPUT = 0, 1, 2  # exit codes
 # Lower-case parts of gloo's and the store's messages about a process that is gone or silent (HCCL: npu_errors).
 _LOST_CONNECTION_TEXTS = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "broken pipe",
-    "gloo/transport",
-    "gloo/rendezvous",
-    "gloo connectfullmesh",
-    "tcpstore",
-    "diststoreerror",
-    "distnetworkerror",
+    *("connection closed by peer", "connection reset by peer", "broken pipe", "gloo/transport", "gloo/rendezvous"),
+    *("gloo connectfullmesh", "tcpstore", "diststoreerror", "distnetworkerror"),
 )
 _OPEN_FILES = "raise the limit of open files, ulimit -n, or use fewer ranks"
-_PROCESSES = "raise the limit of processes and threads, ulimit -u, or use fewer ranks"
 #: Parts of messages of a limit of the system, which torch, gloo and Python tell without an errno.
-_SYSTEM_LIMITS = {"Too many open files": _OPEN_FILES, "can't start new thread": _PROCESSES}
+_SYSTEM_LIMITS = {
+    "Too many open files": _OPEN_FILES,
+    "can't start new thread": "raise the limit of processes and threads, ulimit -u, or use fewer ranks",
+}
 _ERRNO_REMEDIES = {
     errno.EMFILE: _OPEN_FILES,
     errno.ENFILE: "this machine has no more files to open (sysctl fs.file-max)",
@@ -50,30 +38,23 @@ _OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "cannot allocate memory", "not 
 def classify_error(error: BaseException) -> tuple[str, str, int]:
     """Return kind, one line and exit code for the error that ended a rank.
 
-    Kinds: input, corruption (a rank holds or computed wrong numbers), peer, files (a disk is full, a checkpoint cannot
-    be written), device (an NPU, its operator or HCCL refused or failed), divergence (the loss is not finite or a
-    spike), stopped, and bug for everything else.
+    Kinds: input, corruption (a rank computed wrong numbers), divergence (the loss is not finite or a spike), peer,
+    files (a disk is full, a checkpoint cannot be written), device (an NPU, its operator or HCCL refused or failed),
+    stopped, and bug for everything else.
     """
     if isinstance(error, (ConfigError, PlanError)):
         return "input", str(error), BAD_INPUT
-    if isinstance(error, CorruptionError):
-        return "corruption", str(error), FAILED
-    if isinstance(error, PeerError):
-        return "peer", str(error), FAILED
-    if isinstance(error, DivergenceError):
-        return "divergence", str(error), FAILED
-    if isinstance(error, Stopped):
-        return "stopped", str(error), FAILED
+    for kind, types in (
+        ("corruption", CorruptionError), ("peer", PeerError), ("divergence", DivergenceError), ("stopped", Stopped),
+        ("device", OperatorError),
+    ):  # fmt: skip
+        if isinstance(error, types):
+            return kind, str(error), FAILED
     if isinstance(error, OSError):
         return "files", _file_error(error), FAILED
-    if is_checkpoint_error(error):
-        failures = error.failures  # type: ignore[attr-defined]
-        rank, (cause, _) = min(failures.items(), key=lambda item: item[0])
-        kind, line, code = classify_error(cause)
-        line = f"the checkpoint of rank {rank} cannot be written or read: {line}"
-        return ("files" if kind == "bug" else kind), line, code
-    if isinstance(error, OperatorError):
-        return "device", str(error), FAILED
+    cause = checkpoint_cause(error) or error.__cause__
+    if cause is not None and (isinstance(cause, OSError) or checkpoint_cause(error) is not None):
+        return classify_error(cause)
     text = str(error)
     if isinstance(error, RuntimeError) and npu_errors.classify_hccl_error(text) is not None:
         return "peer" if npu_errors.is_lost_peer(text) else "device", npu_errors.hccl_error_line(text), FAILED
@@ -84,27 +65,26 @@ def classify_error(error: BaseException) -> tuple[str, str, int]:
     for part, remedy in _SYSTEM_LIMITS.items():
         if part in text:
             return "files", f"{text.splitlines()[0]}; {remedy}", FAILED
-    cause = error.__cause__
-    if cause is not None and (isinstance(cause, OSError) or is_checkpoint_error(cause)):
-        return classify_error(cause)
     return "bug", f"{type(error).__name__}: {error}", FAILED
 
 
-def is_checkpoint_error(error: BaseException) -> bool:
-    """Return True for torch's CheckpointException, a BaseException that holds the error of each rank."""
+def checkpoint_cause(error: BaseException) -> BaseException | None:
+    """Return the error of the first rank that failed, which torch's CheckpointException (a BaseException) wraps."""
     module = sys.modules.get("torch.distributed.checkpoint.api")  # not imported: nothing can have raised it
-    return module is not None and isinstance(error, module.CheckpointException) and bool(error.failures)
+    if module is None or not isinstance(error, module.CheckpointException) or not error.failures:
+        return None
+    cause = min(error.failures.items())[1][0]
+    return checkpoint_cause(cause) or cause
 
 
 def is_lost_rank_error(error: BaseException) -> bool:
     """Return True for errors of torch.distributed that mean that another process is gone or silent."""
     from torch.distributed import DistError
 
-    text = str(error).lower()
     kind = npu_errors.classify_hccl_error(str(error))
     if kind is not None:
         return kind == "peer"
-    return isinstance(error, DistError) or any(part in text for part in _LOST_CONNECTION_TEXTS)
+    return isinstance(error, DistError) or any(part in str(error).lower() for part in _LOST_CONNECTION_TEXTS)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -1,126 +1,107 @@
-"""Starts the ranks of this machine and reports in one line how they ended.
+"""The ranks of this machine as processes, and how they ended: one line, and an exit code.
 
-The line is the error of the rank that failed first, or names the rank that was killed and the signal. This process
-imports no torch.
+Ranks meet through a file in a folder that only this user may enter, and gloo connects them over loopback, so a local run
+listens nowhere else. For ranks on many machines there are torchrun and Slurm. On the CPU ranks are forked after torch
+and Megatron are imported, which takes longer than a short training; on devices each starts anew.
 """
 
 from __future__ import annotations
 
+import faulthandler
+import json
 import os
+import shutil
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import datetime, timezone
+from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mindspeed_cp.config.data import POOL
-from mindspeed_cp.config.derived import training_corpus
 from mindspeed_cp.config.pool import pool_topology, subpools_of
 from mindspeed_cp.config.rules import data_parallel_size
 from mindspeed_cp.config.settings import Settings
+from mindspeed_cp.device import open_files
 from mindspeed_cp.device.npu_errors import TIMEOUTS
-from mindspeed_cp.device.open_files import check_open_files
-from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.train.checkpoint_digests import signing_key
-from mindspeed_cp.train.exit_note import EXIT_NOTE, exit_process, write_exit_note
-from mindspeed_cp.train.failures import BAD_INPUT, FAILED, OK, classify_error
-from mindspeed_cp.train.held_folder import check_can_be_owned, keep_files_owned
-from mindspeed_cp.train.local_agent import RankFailure, RankProcesses, local_ranks
-from mindspeed_cp.train.memory import check_memory
-from mindspeed_cp.train.nodes import Nodes
-from mindspeed_cp.train.rank_logs import RankLogs
-from mindspeed_cp.train.resume import checkpoints_to_resume
-from mindspeed_cp.train.run_files import RunFiles, open_no_link
+from mindspeed_cp.device.select import resolve_device_type
+from mindspeed_cp.errors import ConfigError, PeerError
+from mindspeed_cp.schema.messages import name_ranks
+from mindspeed_cp.train.failures import (
+    BAD_INPUT,
+    FAILED,
+    OK,
+    classify_error,
+    is_lost_rank_error,
+    is_out_of_memory,
+    lost_over_device,
+    out_of_memory_error,
+)
 from mindspeed_cp.train.stop_request import stop_signals
-from mindspeed_cp.train.tensorboard_writer import check_tensorboard
-from mindspeed_cp.train.worker import run_rank
+from mindspeed_cp.train.uncompiled import uncompiled_megatron
 
+if TYPE_CHECKING:
+    from mindspeed_cp.train.world import World
+
+GRACE_SECONDS = 10.0  # for ranks that are asked to end, before they are killed
+NAMING_SECONDS = 5.0  # a busy rank may notice a lost peer late
+_KEY = "mindspeed_cp/lost_a_peer"
+_RESUME = "the same command goes on from the newest checkpoint"
 # The watchdog of HCCL or NCCL aborts the whole process and prints the reason on standard error.
 _ABORTED = (
     "aborted (SIGABRT): on NPUs torch_npu does that when an operation of HCCL fails or a peer does not answer within "
     f"{TIMEOUTS}, on GPUs torch for NCCL and context_parallel_suite.timeout_seconds; its log names them"
 )
-_RESUME_HINT = "the same command goes on from the newest checkpoint, if there is one"
+#: Kinds of failures, the likeliest cause first, not those that follow from it.
+_KINDS = (
+    *("input", "corruption", "killed", "files", "device", "divergence", "bug", "stopped", "aborted", "peer"),
+    "terminated",
+)
 
 
-def start_local_ranks(
-    settings: Settings, nproc: int | None, *, as_json: bool, nodes: Nodes | None = None, logs: Path | None = None
-) -> int:
-    """Train with `nproc` ranks on this machine (default: its share of the replicas of the settings, or of one).
+@dataclass(frozen=True)
+class Failure:
+    """How a rank ended before the launcher asked it to: its kind, one line, and the rank."""
 
-    Args:
-        settings, as_json: of the run.
-        nproc: number of ranks; the same on each of `nodes`.
-        nodes: the nodes of the run; default: this machine alone.
-        logs: folder for the output of every rank; default: `logs` in the output folder.
+    kind: str
+    line: str
+    rank: int
+
+
+def start_local_ranks(settings: Settings, nproc: int | None, *, as_json: bool) -> int:
+    """Train with `nproc` ranks on this machine (default: as many as the replicas of the settings need, or one).
 
     Returns:
-        0 when the run is complete or was stopped on request, 1 when it failed. A run that was asked to stop is not
-        started again.
+        0 when the run is complete or was stopped on request, 1 when it failed.
 
     Raises:
         ConfigError: A setting is wrong; found before any rank is started, or by a rank.
     """
-    nodes = nodes or Nodes()
-    all_ranks = settings.model_parallel_size * (settings.train.data_parallel_size or 1)
-    ranks = -(-all_ranks // nodes.count) if nproc is None else nproc
-    keep_files_owned()
-    preflight(settings, ranks, nodes)
-    restarts = settings.train.max_restarts
-    for attempt in range(restarts + 1):
-        code, line, stop_signal_names = _launch(settings, ranks, nodes, logs, as_json=as_json)
-        if line:
-            _note_end(settings, nodes, logs, line)
-        if code == BAD_INPUT:
-            raise ConfigError(line)
-        if code == OK:
-            if line:
-                print(line, file=sys.stderr if as_json else sys.stdout)
-            return OK
-        if stop_signal_names:
-            break
-        if attempt < restarts:
-            print(f"{line}; starting all ranks again ({attempt + 1} of {restarts})", file=sys.stderr)
-            resumed = settings.checkpoint.model_copy(update={"resume": True})
-            settings = settings.model_copy(update={"checkpoint": resumed})
-    print(f"error: {line}", file=sys.stderr)
-    return FAILED
-
-
-def _note_end(settings: Settings, nodes: Nodes, logs: Path | None, line: str) -> None:
-    """Append a line and its time to launcherN.log beside the logs of the ranks: how a start of the ranks ended."""
-    folder = RunFiles(Path(settings.output.folder)).logs if logs is None else logs
-    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    with suppress(OSError), open_no_link(folder / f"launcher{nodes.rank}.log") as file:
-        file.write(f"{now} {line}\n")
-
-
-def preflight(settings: Settings, ranks: int, nodes: Nodes) -> None:
-    """Raise ConfigError for whatever can be found wrong before ranks are started and torch is imported.
-
-    Args:
-        settings: of the run.
-        ranks: ranks on this machine.
-        nodes: the nodes of the run; the first one alone looks at the checkpoints, with its key.
-    """
-    all_ranks = ranks * nodes.count
-    replicas = data_parallel_size(settings, all_ranks)
+    ranks = nproc if nproc is not None else settings.model_parallel_size * (settings.train.data_parallel_size or 1)
+    replicas = data_parallel_size(settings, ranks)
     if settings.data.balance == POOL:
         suite, tensor = settings.context_parallel_suite, settings.train.tensor_model_parallel_size
         subpools_of(suite, replicas, pool_topology(suite, replicas, ranks, tensor), settings.data.pool_ranks)
-    check_memory(settings, ranks, ranks=all_ranks)
-    check_tensorboard(settings)
-    check_open_files(all_ranks)
-    training_corpus(settings)
-    files = RunFiles(Path(settings.output.folder))
-    files.create()
-    if not settings.checkpoint.trust_unsigned:
-        check_can_be_owned(files.checkpoints)
-    if nodes.rank == 0:
-        checkpoints_to_resume(settings)
-        signing_key()
+    open_files.check_open_files(ranks)
+    try:
+        failures, stop_signal = _run_local_ranks(settings, ranks, as_json=as_json)
+    except OSError as error:  # a limit of the system
+        _, line, _ = classify_error(error)
+        print(f"error: the {ranks} ranks cannot be started: {line}; see ulimit -n and ulimit -u", file=sys.stderr)
+        return FAILED
+    if not failures:
+        return OK
+    code, line = verdict(failures, stop_signal)
+    if code == BAD_INPUT:
+        raise ConfigError(line)
+    print(f"error: {line}" if code else line, file=sys.stderr if code or as_json else sys.stdout)
+    return code
 
 
 def run_under_launcher(settings: Settings, *, as_json: bool) -> int:
@@ -129,138 +110,218 @@ def run_under_launcher(settings: Settings, *, as_json: bool) -> int:
         run_rank(settings, as_json=as_json)
     except BaseException as error:  # torch's CheckpointException is not an Exception
         kind, line, code = classify_error(error)
-        write_exit_note(kind, line)
         if kind == "bug":
             raise
         rank = os.environ["RANK"]
-        names_rank = kind in ("corruption", "divergence", "peer", "stopped")
-        prefix = "" if rank == "0" or names_rank else f"rank {rank}: "
+        prefix = "" if rank == "0" or kind in ("corruption", "divergence", "peer", "stopped") else f"rank {rank}: "
         print(f"error: {prefix}{' '.join(line.split())}", file=sys.stderr)
-        exit_process(code)
+        _exit(code)
     return OK
 
 
-def _launch(
-    settings: Settings, ranks: int, nodes: Nodes, logs: Path | None, *, as_json: bool
-) -> tuple[int, str, list[str]]:
-    """Start all ranks and wait for them; return exit code, line to print, and the signals that asked to stop."""
-    if sys.platform == "linux" and nodes.count == 1:
-        # All ranks are on this machine, whatever its host name resolves to.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if not {"", os.getcwd()} & set(sys.path):  # nor do ranks look for modules in the working folder (Python 3.11)
-        os.environ.setdefault("PYTHONSAFEPATH", "1")
-    arguments = ["-m", "mindspeed_cp.train.worker", settings.model_dump_json(), *["--json"] * as_json]
-    command = [sys.executable, *arguments]
-    rank_logs = RankLogs(RunFiles(Path(settings.output.folder)).logs if logs is None else logs)
-    try:
-        with local_ranks(command, ranks, nodes, rank_logs) as started, _relay_signals(started) as stop_signal_names:
-            failures = started.wait()
-    except OSError as error:  # a limit of the system
-        _, line, code = classify_error(error)
-        return code, f"the {ranks} ranks cannot be started or watched: {line}; see ulimit -n and ulimit -u", []
-    if not failures:
-        return OK, "", stop_signal_names
-    return *_classify_failures(failures, stop_signal_names), stop_signal_names
-
-
-def _classify_failures(failures: Mapping[int, RankFailure], stop_signal_names: list[str]) -> tuple[int, str]:
-    """Return exit code and line for a failed run: the most likely cause, not the failures that follow from it.
+def verdict(failures: Sequence[Failure], stop_signal: str | None) -> tuple[int, str]:
+    """Return exit code and line for a run that failed: the likeliest cause.
 
     Args:
-        failures: failures by rank, in the agent's order: ranks that it ended itself come last.
-        stop_signal_names: signals that asked to stop.
+        failures: of the ranks that ended by themselves, in the order in which they did.
+        stop_signal: the signal that asked this process to stop, or None.
     """
-    kinds: dict[str, tuple[int, str]] = {}
-    times: dict[str, float] = {}
-    order = list(failures)
-    unrecorded: set[int] = set()  # ended by a signal with only the exit note on record: the time is unknown
-    for rank, failure in sorted(failures.items(), key=lambda item: item[1].timestamp):
-        kind, text = _failure_kind(failure)
-        if kind == "killed" and _recorded_kind(failure) == EXIT_NOTE:
-            unrecorded.add(rank)
-        kinds.setdefault(kind, (rank, text))
-        times.setdefault(kind, failure.timestamp)
-    if {"peer", "killed"} <= kinds.keys():
-        lost, killed = kinds["peer"][0], kinds["killed"][0]
-        first = order.index(lost) < order.index(killed) if killed in unrecorded else times["peer"] < times["killed"]
-        if first:
-            del kinds["killed"]  # silent, not dead: the other ranks lost it before the agent killed it
-    if stop_signal_names and kinds.keys() <= {
-        "peer",
-        "terminated",
-    }:  # before the first step, or in one that could not be finished
-        return OK, f"stopped by {stop_signal_names[0]}; {_RESUME_HINT}"
-    order_of_kinds = (
-        *("input", "corruption", "killed", "files", "device", "divergence", "bug", "stopped", "aborted", "peer"),
-        *(EXIT_NOTE, "terminated"),
-    )
-    for kind in order_of_kinds:
-        if kind not in kinds:
-            continue
-        rank, text = kinds[kind]
-        if kind == "input":
-            return BAD_INPUT, text
-        if kind == "stopped":
-            return OK, text
-        if kind in ("killed", "aborted", "terminated"):
-            text = (
-                f"rank {rank} {text}, and the other ranks were stopped; "
-                "the same command goes on from the newest checkpoint"
-            )
-        elif kind in ("bug", "device", EXIT_NOTE):
-            text = f"rank {rank} failed: {text}"
-            if kind == "bug":
-                text += f" (its output: logs/rank{rank}.log)"
-        return FAILED, text
-    raise AssertionError("the agent reported a failure without failures")
+    failure = min(failures, key=lambda failure: _KINDS.index(failure.kind))
+    if failure.kind == "input":
+        return BAD_INPUT, failure.line
+    if stop_signal is not None and failure.kind in ("peer", "terminated"):  # in a step that could not be finished
+        return OK, f"stopped by {stop_signal}; {_RESUME}, if there is one"
+    if failure.kind == "stopped":
+        return OK, failure.line
+    if failure.kind in ("killed", "aborted", "terminated"):
+        return FAILED, f"rank {failure.rank} {failure.line}, and the other ranks were stopped; {_RESUME}"
+    return FAILED, f"rank {failure.rank} failed: {failure.line}" if failure.kind in ("bug", "device") else failure.line
 
 
-def _recorded_kind(failure: RankFailure) -> str | None:
-    """Return the kind that the rank wrote into its record, or None."""
-    message = failure.message if isinstance(failure.message, dict) else {}
-    return message.get("extraInfo", {}).get("kind")
+def _run_local_ranks(settings: Settings, ranks: int, *, as_json: bool) -> tuple[list[Failure], str | None]:
+    """Run all ranks; return how those failed that did so by themselves, and the signal that asked to stop."""
+    with uncompiled_megatron():
+        import torch.multiprocessing as mp
+
+        method = "spawn"
+        if resolve_device_type(settings.train.device) == "cpu":
+            method = "fork"
+            import mindspeed_cp.train.loop  # noqa: F401
+    folder = Path(tempfile.mkdtemp(prefix="mindspeed-cp-"))  # of mode 0700
+    sys.stdout.flush()
+    arguments = (ranks, os.getpid(), folder, settings.model_dump_json(), as_json)
+    stopped: list[str] = []
+    processes: Sequence[Any] = ()
+    try:
+        with _relayed_signals(lambda: processes, stopped):
+            processes = mp.start_processes(_rank, arguments, ranks, join=False, start_method=method).processes
+            failed = _first_failures(processes)
+            failures = [_failure(rank, processes[rank], folder) for rank in failed]
+            _end(processes, GRACE_SECONDS if failed else 0.0)
+        for rank in range(ranks):  # that ended by an error of their own meanwhile
+            if rank not in failed and (folder / f"rank{rank}").exists():
+                failures.append(_failure(rank, processes[rank], folder))
+    finally:
+        _end(processes, 0.0)
+        shutil.rmtree(folder, ignore_errors=True)
+    return failures, stopped[0] if stopped else None
 
 
-def _failure_kind(failure: RankFailure) -> tuple[str, str]:
-    """Return the kind of one rank's failure and its text."""
-    kind = _recorded_kind(failure)
-    text = failure.message.get("message") if isinstance(failure.message, dict) else None
-    if kind == EXIT_NOTE and failure.exitcode < 0:
-        kind = text = None  # the signal tells more
-    kind = kind or ("killed" if failure.exitcode < 0 else "bug")
-    if kind == "killed" and -failure.exitcode in (signal.SIGTERM, signal.SIGHUP):
-        kind = "terminated"
-    if kind == "killed" and failure.exitcode == -signal.SIGABRT:
-        kind = "aborted"  # perhaps because another rank was killed
-    return kind, text or _process_end(failure)
+def _first_failures(processes: Sequence[Any]) -> list[int]:
+    """Wait until all processes have ended well, or some have not; return the numbers of these."""
+    while True:
+        running = [process.sentinel for process in processes if process.exitcode is None]
+        failed = [rank for rank, process in enumerate(processes) if process.exitcode]
+        if failed or not running:
+            return failed
+        wait(running)
 
 
-def _process_end(failure: RankFailure) -> str:
-    if failure.exitcode >= 0:
-        return f"(process {failure.pid}) ended with exit code {failure.exitcode}"
-    if -failure.exitcode == signal.SIGABRT:
-        return f"(process {failure.pid}) {_ABORTED}"
-    return f"(process {failure.pid}) was killed by {failure.signal_name()}"
+def _end(processes: Sequence[Any], grace: float) -> None:
+    """Ask processes to end, and kill those that have not after `grace` seconds."""
+    deadline = time.monotonic() + grace
+    while grace and any(process.exitcode is None for process in processes) and time.monotonic() < deadline:
+        for process in processes:
+            if process.exitcode is None:
+                process.terminate()
+        wait([process.sentinel for process in processes], 0.5)  # one that finishes its step is asked again
+        time.sleep(0.05)
+    for process in processes:
+        if process.exitcode is None:
+            process.kill()
+        process.join()
+
+
+def _failure(rank: int, process: Any, folder: Path) -> Failure:
+    """Return how a rank failed, by the note that it left, or by its exit status."""
+    with suppress(OSError, ValueError):
+        kind, line = json.loads((folder / f"rank{rank}").read_text(encoding="utf-8"))
+        return Failure(kind, line, rank)
+    if process.exitcode >= 0:
+        return Failure("bug", f"(process {process.pid}) ended with exit code {process.exitcode}", rank)
+    number = signal.Signals(-process.exitcode)
+    if number == signal.SIGABRT:
+        return Failure("aborted", f"(process {process.pid}) {_ABORTED}", rank)
+    kind = "terminated" if number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP) else "killed"
+    line = f"(process {process.pid}) was killed by {number.name}"
+    if number == signal.SIGKILL:
+        line += " (by somebody, or by the system for want of memory)"
+    return Failure(kind, line, rank)
 
 
 @contextmanager
-def _relay_signals(processes: RankProcesses) -> Iterator[list[str]]:
-    """Hand SIGTERM, SIGINT and SIGHUP on to the ranks and wait for them to end; a second SIGINT ends them at once.
-
-    Yields:
-        The names of the signals that came.
-    """
-    stop_signal_names: list[str] = []
+def _relayed_signals(processes: Any, stopped: list[str]) -> Iterator[None]:
+    """Hand SIGTERM, SIGINT and SIGHUP on to the ranks, as SIGTERM; a second SIGINT ends this process at once."""
 
     def relay(number: int, frame: FrameType | None) -> None:
-        if stop_signal_names and number == signal.SIGINT:
+        if stopped and number == signal.SIGINT:
             raise KeyboardInterrupt
-        stop_signal_names.append(signal.Signals(number).name)
-        processes.ask_to_stop(number)
+        stopped.append(signal.Signals(number).name)
+        for process in processes():
+            if process.exitcode is None:
+                process.terminate()
 
     before = {number: signal.signal(number, relay) for number in stop_signals()}
     try:
-        yield stop_signal_names
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _rank(local: int, ranks: int, launcher: int, folder: Path, settings: str, as_json: bool) -> None:
+    """Run a rank in a process of its own, which the system interrupts (SIGINT, by torch) when the launcher ends."""
+    for number in stop_signals():
+        signal.signal(number, signal.SIG_DFL)
+    if os.getppid() != launcher:  # it ended before
+        _exit(FAILED)
+    numbers = {"RANK": local, "LOCAL_RANK": local, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    os.environ.update({name: str(number) for name, number in numbers.items()})
+    if sys.platform == "linux":  # all ranks are on this machine, whatever its host name resolves to
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        run_rank(Settings.model_validate_json(settings), as_json=as_json, store_file=folder / "store")
+    except BaseException as error:
+        kind, line, code = classify_error(error)
+        if kind == "bug":
+            traceback.print_exc()
+        partial = folder / f".rank{local}"
+        with suppress(OSError):
+            partial.write_text(json.dumps([kind, " ".join(line.split())]), encoding="utf-8")
+            os.replace(partial, folder / f"rank{local}")
+        _exit(code)
+    _exit(OK)
+
+
+def run_rank(settings: Settings, *, as_json: bool, store_file: Path | None = None) -> None:
+    """Train as the rank that the environment names; the first rank prints the summary.
+
+    Args:
+        settings, as_json: of the run.
+        store_file: as in join_ranks.
+
+    Raises:
+        ConfigError: A setting cannot be used.
+        PeerError: Another rank died; the error names it where that can be found out.
+        Stopped: The rank was asked to stop in a step that cannot be finished.
+    """
+    faulthandler.enable(2)  # a crash in a library leaves its stacks on standard error
+    open_files.raise_limit()
+    with uncompiled_megatron():
+        from mindspeed_cp.megatron import megatron_compat
+        from mindspeed_cp.train.loop import train
+    from mindspeed_cp.report.text import print_tables, wrap_text
+    from mindspeed_cp.train.output import ignore_closed_terminal
+    from mindspeed_cp.train.summary import closing_lines, summary_table
+    from mindspeed_cp.train.world import join_ranks
+
+    with megatron_compat(), join_ranks(settings, store_file=store_file) as world:
+        try:
+            summary = train(settings, world)
+        except (PeerError, RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error):
+                raise out_of_memory_error(settings, world.rank) from None
+            if isinstance(error, PeerError) or is_lost_rank_error(error):
+                if world.device.type != "cpu":  # the library's watchdog leaves no time to ask which rank is gone
+                    raise lost_over_device(world.rank, error, world.device.type) from None
+                raise name_lost_ranks(world, error) from None
+            raise
+    if summary is None:
+        return
+    with ignore_closed_terminal():
+        if as_json:
+            print(json.dumps(summary), flush=True)
+            return
+        print_tables([summary_table(summary)], sys.stdout)
+        for line in closing_lines(summary):
+            print(wrap_text(line), flush=True)
+
+
+def name_lost_ranks(world: World, error: BaseException) -> PeerError:
+    """Return a PeerError that names the ranks behind a lost connection, whose error names only a socket.
+
+    Every rank that loses a connection sets a key in the store through which the ranks met; ranks without a key after
+    NAMING_SECONDS are lost, or wait for a survivor.
+    """
+    cause = " ".join(str(error).split())[:200]
+    try:
+        world.store.set(f"{_KEY}/{world.rank}", "here")
+        lost = [rank for rank in range(world.size) if rank != world.rank]
+        deadline = time.monotonic() + NAMING_SECONDS
+        while lost and time.monotonic() < deadline:
+            lost = [rank for rank in lost if not world.store.check([f"{_KEY}/{rank}"])]
+            time.sleep(0.1)
+    except RuntimeError:  # the store itself is gone, with the rank or the launcher that kept it
+        return PeerError(f"rank {world.rank} lost its peers and the store that knows them: {cause}")
+    if not lost:
+        return PeerError(f"rank {world.rank} lost a connection, though every rank is alive: {cause}")
+    seconds = f"{world.timeout_seconds:g} s (context_parallel_suite.timeout_seconds)"
+    return PeerError(f"rank {world.rank} lost {name_ranks(lost)}: dead, or silent for {seconds}; {_RESUME} ({cause})")
+
+
+def _exit(code: int) -> NoReturn:
+    """End this process at once: after an error, other threads and process groups may wait for ever."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # a full disk or a closed terminal must not keep the process
+            stream.flush()
+    os._exit(code)

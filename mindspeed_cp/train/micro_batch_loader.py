@@ -2,7 +2,7 @@
 
 Packing, dispatch, planning and slicing need NumPy and nothing that the model computes, so they run while the model
 computes, train.prefetch_micro_batches micro-batches ahead. All ranks of a replica make the same rows and the same
-plans independently, and nothing is sent; or one rank of each machine plans for the others (`train.planner`).
+plans independently, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,10 +28,7 @@ from mindspeed_cp.layout import Documents
 from mindspeed_cp.megatron import PlannedBatchParams, micro_batch_seed, planned_batch, trajectory_batch
 from mindspeed_cp.ops.attention import backend_from_settings
 from mindspeed_cp.plan import AttentionConfig, Plan, Topology, verify_plan
-from mindspeed_cp.plan_sharing.node_sockets import LoaderEnded
-from mindspeed_cp.plan_sharing.sharing import ReceivedPlan, decode_plans, read_or_build
 from mindspeed_cp.train.algorithm_choice import RowAlgorithm, RowChooser
-from mindspeed_cp.train.plan_sharing import PlanSharing, Scope, SharedDispatcher
 from mindspeed_cp.train.stop_request import Stopped, StopRequest
 from mindspeed_cp.train.world import World
 
@@ -98,8 +94,6 @@ class MicroBatchLoader:
         attentions: attention of each layer on this tensor-parallel rank.
         world: this rank among all.
         stop_request: ends the wait for a batch that does not come.
-
-    All ranks make one at once.
     """
 
     def __init__(
@@ -120,14 +114,10 @@ class MicroBatchLoader:
         self._rows_multiple = train.tensor_model_parallel_size if train.sequence_parallel else 1
         self._rows = train.global_batch_size
         self._ready: queue.Queue[MicroBatch | BaseException] = queue.Queue(train.prefetch_micro_batches)
-        self._plans = PlanCache(self._prepare, build=self._build)
-        self._received: Mapping[AttentionConfig, ReceivedPlan] = {}  # of the row that is being made
+        self._plans = PlanCache(self._prepare)
         self._verifies = False  # this rank proves the plans of the row that is being made
         self._pools = 0  # number of pools that the plans of these rows are over
         self._ended = threading.Event()
-        self._sharing = PlanSharing.open(settings, world, self._ended.is_set)
-        if self._sharing is not None and dispatcher.pool is not None:
-            self._dispatcher = SharedDispatcher.of_dispatcher(dispatcher, self._sharing)
         self._thread = threading.Thread(target=self._produce, name="mindspeed-cp-batches", daemon=True)
 
     def __enter__(self) -> MicroBatchLoader:
@@ -175,11 +165,8 @@ class MicroBatchLoader:
 
     def _produce(self) -> None:
         try:
-            with self._sharing or nullcontext():
-                while not self._ended.is_set():
-                    self._put_batch()
-        except LoaderEnded:
-            return
+            while not self._ended.is_set():
+                self._put_batch()
         except BaseException as error:  # raised in the thread that trains
             self._ready.put(error)
 
@@ -225,33 +212,12 @@ class MicroBatchLoader:
         return topology, self._world.plan_rank(self._pools)
 
     def _planned(self, row: PackedRow) -> tuple[RowAlgorithm, Plans]:
-        """Return the algorithm and the plans of a row, made here or by the rank that plans for this one."""
-        documents, topology = row.documents, self._topology_and_rank[0]
-
-        def make() -> tuple[RowAlgorithm, Plans]:
-            self._received = {}
-            choice = self._choose(documents)
-            return choice, self._plans_of(documents, choice)
-
-        if self._sharing is None:
-            # Every rank has the same plans: the ranks of a plan take turns to prove them.
-            turn = row.index // self._world.replicas % topology.ranks
-            self._verifies = self._suite.verify_plans and turn == self._topology_and_rank[1]
-            return make()
-        sharing, choices, pools = self._sharing, self._choose.choices, self._pools
-        scope: Scope = "replica" if not pools else "pool" if pools == 1 else "subpool"
-        self._verifies = self._suite.verify_plans and sharing.is_planner(scope)
-
-        def encode(planned: tuple[RowAlgorithm, Plans], ranks: Sequence[int]) -> Iterable[bytes]:
-            choice, plans = planned
-            return sharing.encode_plans(choices.index(choice), list(plans.values()), pools, ranks)
-
-        def decode(content: bytes) -> tuple[RowAlgorithm, Plans]:
-            number, received = decode_plans(content)
-            self._received = dict(zip(self._layers, received, strict=True))
-            return choices[number], self._plans_of(documents, choices[number])
-
-        return sharing.share(scope, make, encode, decode)
+        """Return the algorithm and the plans of a row."""
+        # Every rank has the same plans: the ranks of a plan take turns to prove them.
+        turn = row.index // self._world.replicas % self._topology_and_rank[0].ranks
+        self._verifies = self._suite.verify_plans and turn == self._topology_and_rank[1]
+        choice = self._choose(row.documents)
+        return choice, self._plans_of(row.documents, choice)
 
     def _plans_of(self, documents: Documents, choice: RowAlgorithm) -> Plans:
         """Return the plans of a row, from the cache if they are there."""
@@ -260,10 +226,6 @@ class MicroBatchLoader:
             attention: self._plans.get(documents, topology, attention, choice.algorithm, choice.options)
             for attention in self._layers
         }
-
-    def _build(self, *problem: Any, **options: Any) -> Plan:
-        """Return the plan that the planner of this rank has sent, or a new one; arguments as for build_plan."""
-        return read_or_build(self._received, *problem, **options)
 
     def _make(self, row: PackedRow) -> MicroBatch:
         world, pools = self._world, self._pools

@@ -15,7 +15,6 @@ from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron import layer_attentions, megatron_imports
 from mindspeed_cp.plan import AttentionConfig
-from mindspeed_cp.train.finite_probe import FiniteProbe
 from mindspeed_cp.train.fused_operators import FusedOperators, choose_fused_operators
 from mindspeed_cp.train.stages import build_stage_models, count_parameters
 from mindspeed_cp.train.world import EXPERT_TENSOR_PARALLEL, World
@@ -43,7 +42,6 @@ class TrainingModel:
         ddp_models: they in Megatron's DDP.
         optimizer, schedule: Megatron's.
         fused: operators that run fused.
-        probe: tells which layer gave the first value of a step that is not finite.
         parameters: weights of the whole model, over all ranks that share it; shared ones counted once.
     """
 
@@ -54,7 +52,6 @@ class TrainingModel:
     optimizer: Any
     schedule: OptimizerParamScheduler
     fused: FusedOperators
-    probe: FiniteProbe
     parameters: int
 
     def zero_gradients(self) -> None:
@@ -98,7 +95,6 @@ def build_training_model(settings: Settings, world: World) -> TrainingModel:
         optimizer=optimizer,
         schedule=_schedule(settings, optimizer),
         fused=fused,
-        probe=FiniteProbe(models, world),
         parameters=count_parameters(models, settings, world),
     )
 

@@ -5,8 +5,7 @@
   comparison.json (train.compare)
   trace/         steps of output.trace_steps
   tensorboard/   events (output.tensorboard)
-  logs/          rank0.log ... (output of the ranks; each start appends)
-  checkpoints/   iter_0000050/ (Megatron's shards, run.json)   latest
+  checkpoints/   iter_0000050/   latest
 
 settings.yaml holds the settings of the last start that finished a step.
 """
@@ -19,9 +18,9 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.report.files import replace_file
@@ -37,7 +36,7 @@ class RunFiles:
     Attributes:
         folder: output.folder.
         checkpoints, latest: folder of the checkpoints, and the file with the name of the newest complete one.
-        logs, tensorboard: folders of the output of each rank, and of TensorBoard's events.
+        tensorboard: folder of TensorBoard's events.
         metrics, loss_png, settings, comparison, summary: the other files of the folder.
 
     Raises:
@@ -54,7 +53,6 @@ class RunFiles:
         self.checkpoints = self.folder / "checkpoints"
         self.latest = self.checkpoints / "latest"
         self.tensorboard = self.folder / "tensorboard"
-        self.logs = self.folder / "logs"
         self.metrics = self.folder / "metrics.jsonl"
         self.loss_png = self.folder / "loss.png"
         self.settings = self.folder / "settings.yaml"
@@ -87,28 +85,21 @@ class RunFiles:
             ConfigError: Another run is using the folder.
         """
         path = self.folder / ".lock"
-        try:
-            lock = open_no_link(path)
-        except OSError as error:
-            raise ConfigError(
-                f"{path}: cannot be locked: {error_text(error)}; remove it, or give another output.folder"
-            ) from None
-        with lock:
+        with ExitStack() as stack:
             try:
+                lock = stack.enter_context(open(path, "a"))
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ConfigError(
                     f"output.folder = {self.folder}: another run is using it; wait for its end, or give another folder"
                 ) from None
-            except OSError:  # a file system without locks
-                pass
+            except OSError as error:
+                if not path.exists():
+                    raise ConfigError(
+                        f"{path}: cannot be locked: {error_text(error)}; give another output.folder"
+                    ) from None
+                # else it is on a file system without locks
             yield
-
-
-def open_no_link(path: Path) -> TextIO:
-    """Open a file to append text; raise OSError for a symbolic link, through which another file would be written."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
-    return os.fdopen(os.open(path, flags, 0o666), "a", encoding="utf-8")
 
 
 def describe_folder(folder: Path) -> str:
@@ -152,8 +143,7 @@ def write_text(path: Path, text: str) -> None:
     """
 
     def write(new: Path) -> None:
-        # Whoever may write in the folder may have put a link here: its target would be overwritten.
-        with os.fdopen(os.open(new, os.O_WRONLY | os.O_TRUNC | os.O_NOFOLLOW), "w", encoding="utf-8") as file:
+        with open(new, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

@@ -17,14 +17,13 @@ from torch import Tensor, nn
 from mindspeed_cp.engine.call_agreement import calls_digest
 from mindspeed_cp.engine.canary import AttentionCanary
 from mindspeed_cp.engine.recorder import timed_span
-from mindspeed_cp.errors import DivergenceError
+from mindspeed_cp.errors import CorruptionError, DivergenceError
 from mindspeed_cp.megatron import loss_function, megatron_imports, trajectory_loss_function
 from mindspeed_cp.megatron.adaptors.loss import REPORT_KEY
 from mindspeed_cp.megatron.adaptors.trajectories import LABEL_ROWS
-from mindspeed_cp.train.attention_canary import check_canary
-from mindspeed_cp.train.bad_steps import Action, BadStepPolicy
+from mindspeed_cp.schema.messages import name_ranks
+from mindspeed_cp.train.bad_steps import BadStepPolicy
 from mindspeed_cp.train.data_checks import check_calls, check_digests
-from mindspeed_cp.train.finite_probe import gradient_norm, nonfinite_ranks
 from mindspeed_cp.train.micro_batch_loader import MicroBatch
 from mindspeed_cp.train.model import TrainingModel
 from mindspeed_cp.train.queue_probe import QueueProbe
@@ -47,7 +46,6 @@ _COLUMNS = (
     "calls",
     "stop",
     "gradient",
-    "probe_seconds",
 )
 
 
@@ -58,13 +56,11 @@ class StepChecks:
     Attributes:
         compare_digests: compare the dispatched batches of all ranks before computing.
         canary: compares a part of the step's attention with the reference, before the weights are changed.
-        probe_seconds: this rank's time of a computation that is the same on all ranks.
         queue: tells that the device makes no calls any more, before ranks meet and after the weights are changed.
     """
 
     compare_digests: bool = False
     canary: AttentionCanary | None = None
-    probe_seconds: float = 0.0
     queue: QueueProbe | None = None
 
 
@@ -84,10 +80,8 @@ class StepSums:
         plans, cached_plans: number of plans of all replicas, and how many of them were in the cache.
         algorithms: number of this replica's rows by algorithm.
         stop: True if any rank was asked to stop.
-        orphans: ranks whose launcher was killed.
-        probe_seconds: time of the same computation on each rank (train/stragglers.py).
         data: state of the data stream behind the step's last row.
-        nonfinite: what is not finite in loss or gradients, on which rank and in which layer first; None: nothing.
+        nonfinite: what is not finite in loss or gradients, and on which ranks; None: nothing.
     """
 
     loss: float
@@ -103,8 +97,6 @@ class StepSums:
     cached_plans: int
     algorithms: dict[str, int]
     stop: bool
-    orphans: list[int]
-    probe_seconds: tuple[float, ...]
     data: dict[str, Any]
     nonfinite: str | None
 
@@ -116,14 +108,11 @@ class StepResult(StepSums):
     Attributes:
         grad_norm: norm of the gradient; not a number where the update was left out.
         lr: learning rate.
-        action: what became of the step: keep; skip: the weights were left as they are; rollback: they are to be loaded
-            from the newest checkpoint.
-        problem: what is wrong with the step's loss or gradient, or None.
+        problem: what is wrong with the step's loss or gradient, for which the weights were left as they are; or None.
     """
 
     grad_norm: float
     lr: float
-    action: Action = "keep"
     problem: str | None = None
 
 
@@ -158,9 +147,9 @@ def run_step(
     sums = forward_backward(training, batches, step, world, stop_request, checks)
     training.schedule.step(1)  # before the update: the first step already moves, the last one has min_lr
     lr = training.optimizer.param_groups[0]["lr"]
-    action, problem = policy.judge(step, sums.nonfinite, sums.loss, losses)
-    if action != "keep":
-        return StepResult(**vars(sums), grad_norm=math.nan, lr=lr, action=action, problem=problem)
+    problem = policy.problem(step, sums.nonfinite, sums.loss, losses)
+    if problem is not None:
+        return StepResult(**vars(sums), grad_norm=math.nan, lr=lr, problem=problem)
     with timed_span("optimizer"):
         _, norm, _ = training.optimizer.step()
         grad_norm = float(norm)
@@ -168,7 +157,7 @@ def run_step(
         checks.queue.check(step)
     if not math.isfinite(grad_norm):  # though that of each rank's share is finite, and the update is done
         raise DivergenceError(f"step {step}: the gradient's norm is {grad_norm}; checkpoints are untouched")
-    return StepResult(**vars(sums), grad_norm=grad_norm, lr=lr, problem=problem)
+    return StepResult(**vars(sums), grad_norm=grad_norm, lr=lr)
 
 
 def forward_backward(
@@ -183,7 +172,6 @@ def forward_backward(
     that are not finite are only told."""
     training.zero_gradients()
     training.optimizer.zero_grad()
-    training.probe.reset()
     feed = _MicroBatchFeed(batches, checks.canary)
     if checks.compare_digests:
         check_digests(world.gather(feed.digests), step, _sharing_ranks(world, feed.pools))
@@ -211,19 +199,53 @@ def forward_backward(
                     *feed.digests,
                     calls_digest(world.plan_group(feed.pools)),
                 ),
-                *(stop_request.level, gradient_norm(training.ddp_models), checks.probe_seconds),
+                *(float(stop_request.reason is not None), gradient_norm(training.ddp_models)),
             ]
         )
     ranks = dict(zip(_COLUMNS, table.unbind(1), strict=True))
     check_digests(torch.stack([ranks[name] for name in _DIGESTS], 1), step, _sharing_ranks(world, feed.pools))
     check_calls(ranks["calls"], step, world, feed.pools)
     nonfinite = nonfinite_ranks(ranks["loss"], "the loss") or nonfinite_ranks(ranks["gradient"], "the gradient's norm")
-    if nonfinite is not None:
-        first = training.probe.first_bad(world)
-        nonfinite += f" (first seen: {first})" if first else " (no layer's output was seen to be)"
-    elif checks.canary is not None:
+    if nonfinite is None and checks.canary is not None:
         check_canary(checks.canary, step, world, feed.pools)
     return _sums(ranks, feed, world, nonfinite)
+
+
+def check_canary(canary: AttentionCanary, step: int, world: World, pools: int) -> None:
+    """Compare after the backward, before the weights are changed; a collective of all ranks.
+
+    Args:
+        canary: what it took in the step.
+        step: number of the step.
+        world: this rank among all.
+        pools: number of pools that the step is on; 0: replicas.
+
+    Raises:
+        CorruptionError: attention is wrong; raised on all ranks, and names layer, rank and queries.
+        PeerError: a rank died or did not answer.
+    """
+    differences = [text for text in world.gather_objects(canary.check(world.plan_group(pools))) if text is not None]
+    if differences:
+        raise CorruptionError(
+            f"step {step}: {differences[0]}; the step was not kept, and the same command goes on from the newest "
+            "checkpoint; if it happens again on that rank, take its device or machine out"
+        )
+
+
+def gradient_norm(ddp_models: Sequence[nn.Module]) -> float:
+    """Return the norm of this rank's gradients after the reduction, which shows whether one is not finite."""
+    buffers = [x for model in ddp_models for x in (*model.buffers, *model.expert_parallel_buffers)]  # type: ignore[misc]
+    norms = [torch.linalg.vector_norm(buffer.grad_data) for buffer in buffers]
+    return float(torch.stack(norms).sum())
+
+
+def nonfinite_ranks(values: Tensor, name: str) -> str | None:
+    """Return which of the ranks' values are not finite, or None."""
+    bad = [rank for rank, value in enumerate(values.tolist()) if not math.isfinite(value)]
+    if not bad:
+        return None
+    kind = "NaN" if values.isnan().any() else "infinite"
+    return f"{name} is {kind} on {name_ranks(bad)} of {len(values)}"
 
 
 def _sharing_ranks(world: World, pools: int) -> list[list[int]]:
@@ -256,8 +278,6 @@ def _sums(ranks: dict[str, Tensor], feed: _MicroBatchFeed, world: World, nonfini
         cached_plans=total("cached_plans"),
         algorithms=dict(feed.algorithms),
         stop=bool(torch.any(ranks["stop"] > 0)),
-        orphans=(ranks["stop"] > 1).nonzero().flatten().tolist(),
-        probe_seconds=tuple(ranks["probe_seconds"].tolist()),
         data=feed.state,
         nonfinite=nonfinite,
     )

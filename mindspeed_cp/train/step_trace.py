@@ -1,7 +1,7 @@
-"""Traces of the steps that the settings name, written while the next step runs.
+"""Traces of the steps that the settings name: what `mindspeed-cp report` compares with the model.
 
 A traced step begins with a barrier, so that the clocks of all ranks begin together. In it the engine and this module
-record time spans (:mod:`mindspeed_cp.engine.recorder`); after it a thread writes the rank's file.
+record time spans (:mod:`mindspeed_cp.engine.recorder`); after it each rank writes a file.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import itertools
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import wraps
@@ -23,29 +22,64 @@ from torch import nn
 
 from mindspeed_cp.config.derived import document_cost
 from mindspeed_cp.config.settings import Settings
-from mindspeed_cp.engine.recorder import RankTimings, Recorder, recording, timed_span
+from mindspeed_cp.engine.call_agreement import COMPARISON
+from mindspeed_cp.engine.recorder import (
+    COMPUTE,
+    POST,
+    UNPACK,
+    WAIT,
+    MessageTiming,
+    RankTimings,
+    Recorder,
+    TimeSpan,
+    recording,
+    timed_span,
+)
 from mindspeed_cp.megatron import PlannedAttention, megatron_imports
 from mindspeed_cp.megatron.patches.swap import replaced
 from mindspeed_cp.report.run.step_traces import (
+    CATEGORY_ATTENTION,
+    CATEGORY_BATCH,
+    CATEGORY_COMMUNICATION,
+    CATEGORY_OPTIMIZER,
+    CATEGORY_RANK_SYNC,
+    CATEGORY_STEP,
+    CATEGORY_WAIT,
     TRACE_FOLDER,
     TRACE_VERSION,
     find_trace_files,
     trace_file_name,
     trace_text,
 )
+from mindspeed_cp.report.trace_events import TraceEvent
 from mindspeed_cp.schema.messages import bad_value
 from mindspeed_cp.train.micro_batch_loader import MicroBatch
 from mindspeed_cp.train.model import TrainingModel
 from mindspeed_cp.train.run_files import RunFiles, disk_errors_for, write_text
-from mindspeed_cp.train.step_trace_events import NEXT_BATCH, REDUCTION, step_trace_events
 from mindspeed_cp.train.world import World
 
 with megatron_imports():
     from megatron.core import parallel_state
 
+#: Activities of spans outside the engine.
+GATHER, REDUCTION, NEXT_BATCH, UPDATE = "gather", "reduction", "batch", "optimizer"
+
+#: Name and category of the event of a span.
+_SPANS = {
+    COMPUTE: ("attention", CATEGORY_ATTENTION),
+    POST: ("posts messages", CATEGORY_COMMUNICATION),
+    WAIT: ("waits for messages", CATEGORY_WAIT),
+    UNPACK: ("puts rows in place", CATEGORY_COMMUNICATION),
+    COMPARISON: ("waits for ranks to compare plans", CATEGORY_RANK_SYNC),
+    GATHER: ("waits for all ranks", CATEGORY_RANK_SYNC),
+    REDUCTION: ("reduces gradients", CATEGORY_RANK_SYNC),
+    NEXT_BATCH: ("waits for a batch", CATEGORY_BATCH),
+    UPDATE: ("optimizer", CATEGORY_OPTIMIZER),
+}
+
 
 class StepTracer:
-    """Traces this rank's part of some steps; a context manager that waits for the last file at its end.
+    """Traces this rank's part of some steps.
 
     Args:
         settings: settings of the run; `output` names the steps.
@@ -66,22 +100,11 @@ class StepTracer:
             raise bad_value("output.trace_steps", sorted(self._steps), rule)
         self._settings, self._world, self._training = settings, world, training
         self._folder = files.folder / TRACE_FOLDER
-        self._thread: ThreadPoolExecutor | None = None
-        self._pending: list[Future[None]] = []
-        self._is_incomplete = False
         if world.is_first:
             with disk_errors_for(files.folder):
                 for number, traces in find_trace_files(files.folder).items():
                     for path in traces.values() if number > step else ():
                         path.unlink()
-
-    def __enter__(self) -> StepTracer:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        if self._thread is not None:
-            self._thread.shutdown()
-        self._report_write_errors()
 
     @contextmanager
     def step(self, number: int, batches: Iterator[MicroBatch]) -> Iterator[Iterator[MicroBatch]]:
@@ -89,7 +112,6 @@ class StepTracer:
         if number not in self._steps and not (self._interval and number % self._interval == 0):
             yield batches
             return
-        self._report_write_errors()
         if self._world.device.type != "cpu":  # finish the step before
             torch.get_device_module(self._world.device).synchronize()
         self._world.barrier()
@@ -100,33 +122,19 @@ class StepTracer:
             stack.enter_context(_record_reduction(self._training.config))
             stack.enter_context(recording(recorder))
             yield traced
-        self._write_later(number, recorder.read(), traced)
+        self._write(number, recorder.read(), traced)
 
-    def _write_later(self, number: int, record: RankTimings, traced: _TracedBatches) -> None:
-        """Write the file in a thread."""
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="mindspeed-cp-traces")
-        metadata, peers = self._metadata(number, record, traced), self._peers(traced.pools)
-        self._pending.append(self._thread.submit(self._write, number, metadata, record, peers))
-
-    def _write(self, number: int, metadata: dict[str, Any], record: RankTimings, peers: dict[str, list[int]]) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        events = step_trace_events(record, number, self._world.rank, peers)
-        write_text(self._folder / trace_file_name(number, self._world.rank), trace_text(metadata, events))
-
-    def _report_write_errors(self) -> None:
-        """Print the error of the first file of this rank that was not written: no trace may end a run."""
-        while self._pending and self._pending[0].done():
-            try:
-                self._pending.pop(0).result()
-            except OSError as error:
-                if not self._is_incomplete:
-                    cause = os.strerror(error.errno or errno.EIO)
-                    text = (
-                        f"rank {self._world.rank}: {self._folder}: traces are left out, one cannot be written ({cause})"
-                    )
-                    print(text, file=sys.stderr, flush=True)
-                self._is_incomplete = True
+    def _write(self, number: int, record: RankTimings, traced: _TracedBatches) -> None:
+        """Write this rank's file of a step; print an error, as no trace may end a run."""
+        rank = self._world.rank
+        events = step_trace_events(record, number, rank, self._peers(traced.pools))
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            text = trace_text(self._metadata(number, record, traced), events)
+            write_text(self._folder / trace_file_name(number, rank), text)
+        except OSError as error:
+            cause = os.strerror(error.errno or errno.EIO)
+            print(f"rank {rank}: {self._folder}: a trace cannot be written ({cause})", file=sys.stderr, flush=True)
 
     def _peers(self, pools: int) -> dict[str, list[int]]:
         """Return by kind of message the ranks of the group in which it is sent."""
@@ -240,3 +248,52 @@ def _record_reduction(config: Any) -> Iterator[None]:
 
     with replaced(config, "finalize_model_grads_func", recorded):
         yield
+
+
+def step_trace_events(record: RankTimings, step: int, rank: int, peers: dict[str, list[int]]) -> Iterator[TraceEvent]:
+    """Yield the events of a rank's step.
+
+    Args:
+        record: recorded time spans and messages.
+        step: number of the step.
+        rank: this rank among all.
+        peers: by kind of message, the ranks of the group in which it is sent.
+    """
+    yield TraceEvent(rank, CATEGORY_STEP, f"step {step}", 0.0, record.seconds, CATEGORY_STEP)
+    for span in record.spans:
+        name, category = _SPANS[span.activity]
+        if span.origin is not None:
+            name = f"{name} {span.origin.direction}"
+        yield TraceEvent(rank, "compute", name, span.begin, span.end - span.begin, category, _origin(span))
+    groups: dict[MessageTiming, list[MessageTiming]] = {}  # posted together and waited for together
+    for message in record.messages:
+        groups.setdefault(message._replace(peer=0, bytes=0), []).append(message)
+    for messages in groups.values():
+        yield _message_event(messages, rank, peers)
+
+
+def _message_event(messages: Sequence[MessageTiming], rank: int, peers: dict[str, list[int]]) -> TraceEvent:
+    first = messages[0]
+    others = sorted({peers[first.kind][message.peer] for message in messages})
+    details = {
+        "kind": first.kind,
+        "sends": first.sends,
+        "bytes": sum(message.bytes for message in messages),
+        "messages": len(messages),
+        "src": rank if first.sends else others,
+        "dst": others if first.sends else rank,
+        **_origin(first),
+        **({} if first.done_step is None else {"due_in_step": first.done_step}),
+    }
+    thread = "send" if first.sends else "receive"
+    name = f"{first.kind} {first.origin.direction}"
+    return TraceEvent(rank, thread, name, first.begin, first.end - first.begin, first.kind, details)
+
+
+def _origin(record: TimeSpan | MessageTiming) -> dict[str, Any]:
+    """Return where in the step a span or message belongs; `step` is that of the plan."""
+    if record.origin is None:
+        return {}
+    step = record.step if isinstance(record, TimeSpan) else record.start_step
+    origin = {"micro_batch": record.origin.micro_batch, "layer": record.origin.layer, "part": record.origin.part}
+    return origin if step is None else {**origin, "step": step}

@@ -7,8 +7,6 @@ import signal
 from types import FrameType, TracebackType
 from typing import Any
 
-from mindspeed_cp.train.local_agent import asked_by, launcher_is_gone
-
 LAUNCHER_DEATH = "the death of the launcher"
 
 
@@ -23,7 +21,7 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 
 
 class StopRequest:
-    """Inside this context the signals of `stop_signals` (a second SIGINT aside) only set `reason`; main thread only."""
+    """Inside this context the signals of `stop_signals` only set `reason`; main thread only."""
 
     def __init__(self) -> None:
         self._reason: str | None = None
@@ -44,19 +42,9 @@ class StopRequest:
     @property
     def reason(self) -> str | None:
         """Source of the request, as in "stopped by ...", or None."""
-        if self._reason is None and launcher_is_gone(self._parent):
+        if os.getppid() != self._parent:  # torch has the system send SIGINT then, other launchers nothing
             self._reason = LAUNCHER_DEATH
-        if self._reason == signal.SIGTERM.name:  # as which the launcher hands on what it got
-            self._reason = asked_by() or self._reason
         return self._reason
 
-    @property
-    def level(self) -> int:
-        """0: no request; 1: a person or a program asked to stop; 2: the launcher of this rank was killed, a fault."""
-        return 0 if self.reason is None else 2 if self.reason == LAUNCHER_DEATH else 1
-
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self._reason is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        gone = number == signal.SIGTERM and launcher_is_gone(self._parent)
-        self._reason = LAUNCHER_DEATH if gone else signal.Signals(number).name
+        self._reason = self._reason or signal.Signals(number).name

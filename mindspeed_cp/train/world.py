@@ -1,13 +1,13 @@
-"""A rank among all: its process groups, and its numbers in them."""
+"""A rank among all: how it meets the others, its device, its process groups, and its numbers in them."""
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,26 +22,32 @@ from mindspeed_cp.config.pool import Subpools, pool_topology, subpools_of
 from mindspeed_cp.config.rules import data_parallel_size
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.device.open_files import check_open_files
-from mindspeed_cp.device.select import batched_launches_problem, cann_version, set_hccl_timeouts
+from mindspeed_cp.device.select import (
+    batched_launches_problem,
+    cann_problem,
+    cann_version,
+    load_cuda,
+    load_npu,
+    resolve_device_type,
+    set_hccl_timeouts,
+)
 from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.megatron import megatron_imports, megatron_on
 from mindspeed_cp.megatron.adaptors.pool_groups import PoolGroups
+from mindspeed_cp.megatron.patches.swap import replaced
 from mindspeed_cp.ops.attention.backends import check_npu_profile
 from mindspeed_cp.ops.host_memory import keep_freed_memory
 from mindspeed_cp.plan import Topology
-from mindspeed_cp.plan_sharing.node_ranks import NodeRanks, node_ranks, rank_row, usable_cores
-from mindspeed_cp.train.device import COLLECTIVE_LIBRARIES, device_memory, pick_device
-from mindspeed_cp.train.local_agent import STORE_VARIABLE
-from mindspeed_cp.train.memory import check_memory
-from mindspeed_cp.train.process_groups import megatron_groups_with, open_pool_groups
-from mindspeed_cp.train.rank_messages import without_pickles_between_ranks
-from mindspeed_cp.train.rendezvous import open_store
+from mindspeed_cp.train.failures import is_lost_rank_error
 
 with megatron_imports():
     from megatron.core import parallel_state
 
 EXPERT_TENSOR_PARALLEL = 1  # an expert is never cut: its ranks would gather unequal numbers of tokens, and gloo cannot
 JOIN_SECONDS = 300.0  # until every rank has to be there; ranks import Megatron before they join
+#: Library that carries bytes between devices of a type; the CPU's is gloo.
+COLLECTIVE_LIBRARIES = {"npu": "hccl", "cuda": "nccl"}
+_VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "cuda": "CUDA_VISIBLE_DEVICES"}
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,7 @@ class World:
         subpools: equal pools into which it may be divided; None: it has at most data.pool_ranks ranks.
         pool_groups: process groups of this rank's pool of these; None without them.
         store: the key-value store through which the ranks found each other.
-        node: the ranks of this machine; None where the launcher does not number them one after the other.
+        timeout_seconds: how long a rank waits for another.
     """
 
     rank: int
@@ -74,10 +80,10 @@ class World:
     local_size: int
     tp_size: int
     store: dist.Store
+    timeout_seconds: float
     stages: int = 1
     stage: int = 0
     pool: Topology | None = None
-    node: NodeRanks | None = None
     subpools: Subpools | None = None
     pool_groups: PoolGroups | None = None
 
@@ -136,24 +142,11 @@ class World:
         dist.all_gather(out, own)
         return torch.stack(out)
 
-    def gather_json(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, which travel as JSON; every rank must call it."""
-        text = json.dumps(value).encode()
-        sizes = self.gather([float(len(text))])[:, 0].long()
-        own = torch.zeros(int(sizes.max()), dtype=torch.uint8)
-        own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        out = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(out, own)
-        return [json.loads(bytes(x[:size].tolist())) for x, size in zip(out, sizes.tolist(), strict=True)]
-
-    def broadcast_json(self, value: Any) -> Any:
-        """Return the first rank's value, which travels as JSON; every rank must call it."""
-        text = json.dumps(value).encode() if self.is_first else b""
-        content = torch.zeros(int(self.gather([float(len(text))])[0, 0]), dtype=torch.uint8)
-        if self.is_first:
-            content.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        dist.broadcast(content, 0)
-        return json.loads(bytes(content.tolist()))
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Return the values of all ranks; every rank must call it."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -175,67 +168,62 @@ def check_nodes(settings: Settings, local_size: int, size: int) -> None:
 
 
 @contextmanager
-def join_ranks(settings: Settings, environment: Mapping[str, str] | None = None) -> Iterator[World]:
-    """Join the other ranks by RANK and WORLD_SIZE, and by MASTER_ADDR and MASTER_PORT or the file of our own launcher;
-    redirect CUDA to this rank's device, and make Megatron's process groups.
+def join_ranks(
+    settings: Settings, environment: Mapping[str, str] | None = None, store_file: Path | None = None
+) -> Iterator[World]:
+    """Join the other ranks, redirect CUDA to this rank's device, and make Megatron's process groups.
+
+    Args:
+        settings: settings of the run.
+        environment: RANK, WORLD_SIZE and so on, as torchrun sets them; default: that of this process.
+        store_file: file through which the ranks of one machine meet; None: by MASTER_ADDR and MASTER_PORT (env://).
 
     Raises:
-        ConfigError: the number of ranks does not fit the settings, they do not fit into this machine's memory, the
-            device cannot be used, or the environment is not that of a launcher.
+        ConfigError: the number of ranks does not fit the settings, the device cannot be used, or the environment is not
+            that of a launcher.
+        PeerError: not all ranks came.
     """
     environment = os.environ if environment is None else environment
-    rank, size, local_size = _read_rank_environment(environment)
+    rank, size, local_size = _read_rank_environment(environment, needs_address=store_file is None)
+    train, suite = settings.train, settings.context_parallel_suite
     replicas = data_parallel_size(settings, size)
     check_nodes(settings, local_size, size)
     pool = subpools = pool_groups = None
     if settings.data.balance == POOL:
-        tensor = settings.train.tensor_model_parallel_size
-        pool = pool_topology(settings.context_parallel_suite, replicas, min(local_size, size), tensor)
-        subpools = subpools_of(settings.context_parallel_suite, replicas, pool, settings.data.pool_ranks)
-    check_memory(settings, local_size, ranks=size)
+        pool = pool_topology(suite, replicas, min(local_size, size), train.tensor_model_parallel_size)
+        subpools = subpools_of(suite, replicas, pool, settings.data.pool_ranks)
     check_open_files(size)
-    if settings.train.deterministic_mode:
+    if train.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when a GPU is opened; else cuBLAS refuses
-    local_rank = _number(environment, "LOCAL_RANK", rank % local_size)
-    device = pick_device(settings.train.device, local_rank, local_size)
+    device = pick_device(train.device, _number(environment, "LOCAL_RANK", rank % local_size), local_size)
     if device.type == "cpu":
         keep_freed_memory()
-    else:
-        check_memory(settings, local_size, device_memory(device) * local_size, size)
-    if device.type == "npu" and settings.context_parallel_suite.npu_profile is not None:
-        check_npu_profile(settings.context_parallel_suite.npu_profile)
-    torch.set_num_threads(settings.train.threads_per_rank or max(1, usable_cores() // local_size))
-    timeout = timedelta(seconds=settings.context_parallel_suite.timeout_seconds)
-    suite = settings.context_parallel_suite
+    if device.type == "npu" and suite.npu_profile is not None:
+        check_npu_profile(suite.npu_profile)
+    torch.set_num_threads(train.threads_per_rank or max(1, _usable_cores() // local_size))
+    timeout = timedelta(seconds=suite.timeout_seconds)
     library = COLLECTIVE_LIBRARIES.get(device.type, "gloo")
     options = suite.hccl_options if library == "hccl" else {}
-    if library == "hccl" and suite.context_parallel_size > 1 and suite.uses_batched_launches:
-        problem = batched_launches_problem(cann_version(), settings.train.virtual_pipeline_model_parallel_size)
+    cp, virtual = suite.context_parallel_size, train.virtual_pipeline_model_parallel_size
+    if library == "hccl" and cp > 1 and suite.uses_batched_launches:
+        problem = batched_launches_problem(cann_version(), virtual)
         if problem is not None:
             raise ConfigError(
                 f"context_parallel_suite.p2p_groups is {suite.p2p_groups!r}, algorithm {suite.algorithm!r}: {problem}"
             )
-    joining = max(timeout, timedelta(seconds=JOIN_SECONDS))
-    store = open_store(environment, rank, size, local_size, joining)
-    _init_process_group(store, rank, size, device, timeout, library, options)
+    store = _meet(settings, environment, store_file, rank, size, library, options, device)
     with ExitStack() as stack:
-        stack.enter_context(without_pickles_between_ranks())
         if device.type == "cpu":
             stack.callback(dist.destroy_process_group)
         else:
             stack.push(_destroy_groups)
         stack.callback(parallel_state.destroy_model_parallel)
         stack.enter_context(megatron_on(device))
-        train, cp = settings.train, suite.context_parallel_size
         with megatron_groups_with(timeout, library, options):
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=train.tensor_model_parallel_size,
                 pipeline_model_parallel_size=train.pipeline_model_parallel_size,
-                virtual_pipeline_model_parallel_size=(
-                    train.virtual_pipeline_model_parallel_size
-                    if train.virtual_pipeline_model_parallel_size > 1
-                    else None
-                ),
+                virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
                 context_parallel_size=cp,
                 expert_model_parallel_size=train.expert_model_parallel_size,
                 expert_tensor_parallel_size=EXPERT_TENSOR_PARALLEL if settings.model.num_moe_experts else None,
@@ -256,34 +244,64 @@ def join_ranks(settings: Settings, environment: Mapping[str, str] | None = None)
             local_size=local_size,
             tp_size=train.tensor_model_parallel_size,
             store=store,
+            timeout_seconds=suite.timeout_seconds,
             stages=train.pipeline_model_parallel_size,
             stage=parallel_state.get_pipeline_model_parallel_rank(),
             pool=pool,
-            node=_gather_node_ranks(rank, local_rank, local_size, size),
             subpools=subpools,
             pool_groups=pool_groups,
         )
 
 
-def _init_process_group(
-    store: dist.Store,
+def _meet(
+    settings: Settings,
+    environment: Mapping[str, str],
+    store_file: Path | None,
     rank: int,
     size: int,
-    device: torch.device,
-    timeout: timedelta,
     library: str,
     options: Mapping[str, int],
-) -> None:
-    """Make the group of all ranks."""
+    device: torch.device,
+) -> dist.Store:
+    """Make the group of all ranks, and return the store through which they met.
+
+    Raises:
+        ConfigError: rank 0 cannot listen there.
+        PeerError: the others cannot be reached, or did not come.
+    """
+    timeout = timedelta(seconds=settings.context_parallel_suite.timeout_seconds)
+    joining = max(timeout, timedelta(seconds=JOIN_SECONDS))
     if library == "hccl":
         set_hccl_timeouts(timeout.total_seconds())
         if "buffer_mb" in options:
             os.environ.setdefault(PAIR_BUFFER_VARIABLE, str(options["buffer_mb"]))
     libraries = library if device.type == "cpu" else f"cpu:gloo,{device.type}:{library}"
-    group_options = process_group_options(library, options)
-    dist.init_process_group(
-        libraries, store=store, rank=rank, world_size=size, timeout=timeout, pg_options=group_options
-    )
+    try:
+        if store_file is not None:
+            store: dist.Store = dist.FileStore(str(store_file), size)
+        else:
+            store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=joining))
+            # torchrun may restart ranks over the same store, which still has the addresses of their first attempt.
+            store = dist.PrefixStore(f"attempt_{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        store.set_timeout(joining)
+        group_options = process_group_options(library, options)
+        dist.init_process_group(
+            libraries, store=store, rank=rank, world_size=size, timeout=timeout, pg_options=group_options
+        )
+    except (dist.DistError, RuntimeError, ValueError, OSError) as error:
+        text = " ".join(str(error).split())
+        if not (isinstance(error, (dist.DistError, OSError)) or is_lost_rank_error(error) or "socket" in text.lower()):
+            raise
+        if store_file is not None:
+            raise PeerError(f"rank {rank} did not meet the other {size - 1} ranks of this machine: {text}") from None
+        place = f"MASTER_ADDR = {environment['MASTER_ADDR']} and MASTER_PORT = {environment['MASTER_PORT']}"
+        if "EADDRINUSE" in text or "already in use" in text:
+            raise ConfigError(f"{place}: another program listens on that port; give one that is free") from None
+        raise PeerError(
+            f"rank {rank} did not meet the other {size - 1} ranks at {place} within {joining.total_seconds():g} s; are "
+            f"all started, with the same WORLD_SIZE, and is it the address of rank 0? ({text[:200]})"
+        ) from None
+    return store
 
 
 def _destroy_groups(kind: type[BaseException] | None, error: BaseException | None, *trace: object) -> None:
@@ -297,16 +315,89 @@ def _destroy_groups(kind: type[BaseException] | None, error: BaseException | Non
             raise
 
 
-def _gather_node_ranks(rank: int, local_rank: int, local_size: int, size: int) -> NodeRanks | None:
-    """Return the ranks of this machine; a collective of all ranks.
+@contextmanager
+def megatron_groups_with(timeout: timedelta, library: str, options: Mapping[str, int]) -> Iterator[None]:
+    """Make Megatron's groups within the block with this time-out, to the second, and these options of HCCL.
 
-    Returns:
-        None where the launcher does not number the ranks of a machine one after the other.
+    Megatron itself counts whole minutes, and its only options of a group are NCCL's (nccl_communicator_config_path).
+
+    Args:
+        timeout: time-out of every group.
+        library: library of the tensors on devices: "gloo", "hccl", "nccl".
+        options: options of HCCL, as for process_group_options.
     """
-    own = torch.tensor(rank_row(rank, local_rank, local_size, usable_cores()))
-    table = [torch.empty_like(own) for _ in range(size)]
-    dist.all_gather(table, own)
-    return node_ranks({other: row.tolist() for other, row in enumerate(table)}, rank, size)
+    create = parallel_state.create_group
+
+    def create_with_options(*arguments: Any, **named: Any) -> Any:
+        named["timeout"] = timeout
+        if options and named.get("backend") != "gloo":
+            # New options for each group, as torch writes the name of the group into them.
+            named["pg_options"] = process_group_options(library, options)
+        return create(*arguments, **named)
+
+    with replaced(parallel_state, "create_group", create_with_options):
+        yield
+
+
+def open_pool_groups(rank: int, size: int, stages: int, pools: int, tensor: int, moves_shares: bool) -> PoolGroups:
+    """Make the groups of all pools of all pipeline stages, and return those of this rank; all ranks call it, within
+    `megatron_groups_with`.
+
+    Args:
+        rank, size: this rank, and the number of all ranks.
+        stages: pipeline stages, of consecutive ranks each.
+        pools: pools of a stage, of consecutive ranks each.
+        tensor: tensor-parallel ranks, which are consecutive.
+        moves_shares: hidden states may move between all ranks of a pool (sequence parallelism).
+    """
+    ranks_of_pool = size // (stages * pools)
+    plan = shares = None
+    for first in range(0, size, ranks_of_pool):
+        ranks = list(range(first, first + ranks_of_pool))
+        for number in range(tensor):
+            group = parallel_state.create_group(ranks[number::tensor], group_desc="POOL_GROUP")
+            if rank in ranks[number::tensor]:
+                plan = group
+        if moves_shares:
+            group = parallel_state.create_group(ranks, group_desc="TENSOR_AND_POOL_GROUP")
+            if rank in ranks:
+                shares = group
+    assert plan is not None
+    return PoolGroups(plan, shares)
+
+
+def pick_device(name: str, local_rank: int, local_ranks: int) -> torch.device:
+    """Return the device of a rank; an NPU or a GPU becomes the current device of this process.
+
+    Args:
+        name: train.device.
+        local_rank: number of the rank on its machine.
+        local_ranks: ranks on this machine.
+
+    Raises:
+        ConfigError: the device that was requested or found cannot be used, or CANN is too old; names cause and remedy.
+    """
+    kind, setting = resolve_device_type(name), f"train.device = {name}"
+    if kind == "cpu":
+        return torch.device("cpu")
+    module: Any
+    if kind == "npu":
+        module = load_npu(setting)
+        problem = cann_problem(cann_version())
+        if problem is not None:
+            raise ConfigError(f"{setting}: {problem}, or train.device: cpu")
+    else:
+        module = load_cuda(setting)
+    count = module.device_count()
+    if local_ranks > count:
+        visible = f"; {_VISIBLE[kind]} hides the others" * bool(os.environ.get(_VISIBLE[kind]))
+        raise ConfigError(
+            f"{setting}: {local_ranks} ranks on this machine, which has {count} {'NPUs' if kind == 'npu' else 'GPUs'}"
+            f"{visible}; start at most {count} ranks on it, or use more machines"
+        )
+    device = torch.device(kind, local_rank)
+    module.set_device(device)
+    return device
 
 
 def unused_accelerator(device: torch.device) -> str | None:
@@ -316,14 +407,19 @@ def unused_accelerator(device: torch.device) -> str | None:
     return None
 
 
-def _read_rank_environment(environment: Mapping[str, str]) -> tuple[int, int, int]:
+def _usable_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _read_rank_environment(environment: Mapping[str, str], *, needs_address: bool) -> tuple[int, int, int]:
     """Return rank, ranks, and ranks on this machine; raise ConfigError if the ranks can never meet."""
     rank, size, local_size = (_number(environment, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
     if rank >= size:
         raise ConfigError(f"RANK = {rank} in the environment: must be less than WORLD_SIZE = {size}")
     if local_size < 1:
         raise ConfigError(f"LOCAL_WORLD_SIZE = {local_size} in the environment: must be at least 1")
-    if STORE_VARIABLE in environment and size == local_size:
+    if not needs_address:
         return rank, size, local_size
     if not environment.get("MASTER_ADDR"):
         raise ConfigError(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import NoReturn
 
 import pytest
@@ -13,7 +11,6 @@ from mindspeed_cp.comm import GroupTransport, Transfer
 from mindspeed_cp.comm.group_transport import _PendingWork
 from mindspeed_cp.device import npu_errors
 from mindspeed_cp.errors import OperatorError, PeerError
-from mindspeed_cp.train.exit_note import EXIT_NOTE, clear_exit_note, exit_note_text, write_exit_note
 from mindspeed_cp.train.failures import FAILED, classify_error, is_lost_rank_error, is_out_of_memory
 from mindspeed_cp.train.launch import _ABORTED
 
@@ -125,7 +122,7 @@ def test_memory_that_hccl_wants_is_no_matter_of_the_sequence_alone() -> None:
 
 
 def test_the_setting_that_ends_a_run_is_named_before_the_variable() -> None:
-    for line in (exit_note_text(3, "npu"), _ABORTED, npu_errors.HCCL_REMEDY):
+    for line in (_ABORTED, npu_errors.HCCL_REMEDY):
         assert 0 < line.index("context_parallel_suite.timeout_seconds") < line.index("HCCL_EXEC_TIMEOUT")
 
 
@@ -172,20 +169,6 @@ def test_a_transfer_over_hccl_blames_a_peer_for_what_peers_do(
     else:
         assert type(caught.value) is RuntimeError and str(caught.value) == text
         assert classify_error(caught.value)[0] == "device"
-
-
-def test_last_words_are_replaced_or_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "record"
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-    clear_exit_note(EXIT_NOTE)
-    write_exit_note(EXIT_NOTE, "last words")
-    assert json.loads(path.read_text())["message"]["message"] == "last words"
-    clear_exit_note(EXIT_NOTE)
-    assert not path.exists()
-    write_exit_note(EXIT_NOTE, "last words")
-    write_exit_note("peer", "lost\nrank 1")
-    clear_exit_note(EXIT_NOTE)
-    assert json.loads(path.read_text())["message"]["message"] == "lost rank 1"
 
 
 def test_a_cause_is_short() -> None:

@@ -1,6 +1,5 @@
 """The corpus, the ranks and the runs of the training tests."""
 
-from tests.train.conftest import corpus, fresh_ranks
-from tests.train.test_launch import start
+from tests.train.conftest import corpus, fresh_ranks, start
 
 __all__ = ["corpus", "fresh_ranks", "start"]

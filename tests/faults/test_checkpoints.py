@@ -1,168 +1,257 @@
-"""A lost `latest`, flipped bits and faults while a checkpoint is written: the run goes on from the newest whole one."""
+"""Checkpoints that are damaged, cut short or cannot be written."""
 
 from __future__ import annotations
 
+import json
 import os
-import signal
-import threading
-import time
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mindspeed_cp.train.checkpoint_digests import KEY_VARIABLE
-from mindspeed_cp.train.run_files import iter_metrics
-from tests.limits import HANG
+from mindspeed_cp.config.settings import Settings
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.train.checkpoint import MANIFEST, checkpoints_to_resume, read_manifest
 from tests.processes import RankError
 from tests.train.fresh_ranks import FreshRanks
 from tests.train.test_training import curve, tiny, train_here, values
 
-STEPS: dict[str, Any] = {"train__lr_decay_iters": 6, "checkpoint__save_interval": 2, "checkpoint__keep": 3}
-
-
-def steps(corpus: Path, folder: Path, last: int, **more: Any) -> Any:
-    return tiny(corpus, folder, **STEPS, train__train_iters=last, **more)
+COMMON: dict[str, Any] = {
+    "train__lr_decay_iters": 8, "context_parallel_suite__context_parallel_size": 2, "checkpoint__save_interval": 2,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def whole(fresh_ranks: FreshRanks, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Six steps of two ranks without a fault."""
-    settings = steps(corpus, tmp_path_factory.mktemp("whole"), 6, context_parallel_suite__context_parallel_size=2)
-    return curve(fresh_ranks, settings, 2)
+    """6 steps without a fault."""
+    return curve(fresh_ranks, tiny(corpus, tmp_path_factory.mktemp("whole"), **COMMON, train__train_iters=6), 2)
 
 
-def same_curve(lines: list[dict[str, Any]], whole: list[dict[str, Any]]) -> bool:
-    return all(values(lines, key) == values(whole, key) for key in ("step", "loss", "grad_norm", "lr", "tokens"))
+@pytest.fixture(scope="module")
+def saved(fresh_ranks: FreshRanks, corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("saved")
+    curve(fresh_ranks, tiny(corpus, folder, **COMMON, train__train_iters=4), 2)
+    return folder
 
 
-def flip(path: Path) -> None:
+@pytest.fixture
+def run(saved: Path, tmp_path: Path) -> Path:
+    """A copy of that run, which a test may damage."""
+    return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+def flip(path: Path, place: float = 0.6) -> None:
+    """Flip a bit of a file."""
     content = bytearray(path.read_bytes())
-    content[len(content) // 3] ^= 16
+    content[int(place * len(content))] ^= 1
     path.write_bytes(content)
 
 
-@pytest.mark.fault(
-    fault="`latest` is lost, and the newest checkpoint is damaged",
-    happens="the run goes on from the newest whole checkpoint, with the same bits",
-    lost="the steps since that checkpoint",
-    printed="what is missing, what is damaged, and where it goes on",
-)
-def test_a_run_without_latest_whose_newest_checkpoint_is_damaged_goes_on_bit_equal(
-    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, whole: list[dict[str, Any]]
-) -> None:
-    size = {"context_parallel_suite__context_parallel_size": 2}
-    curve(fresh_ranks, steps(corpus, tmp_path, 4, **size), 2)
-    checkpoints = tmp_path / "checkpoints"
-    (checkpoints / "latest").unlink()
-    flip(checkpoints / "iter_0000004" / "__1_0.distcp")
-    assert same_curve(curve(fresh_ranks, steps(corpus, tmp_path, 6, **size), 2), whole)
-    names = sorted(path.name for path in checkpoints.iterdir())
-    assert names == ["iter_0000002", "iter_0000004", "iter_0000006", "latest"]
+def of_shard(checkpoint: Path) -> Path:
+    return max(checkpoint.glob("*.safetensors"))
 
 
-def train_with_own_key(settings: str, folder: str) -> dict[str, Any]:
-    """In a rank: train, as on a machine of its own."""
-    os.environ["LOCAL_WORLD_SIZE"] = "1"
-    os.environ[KEY_VARIABLE] = f"{folder}/key of rank {os.environ['RANK']}"
-    return train_here(settings)
-
-
-@pytest.mark.thorough
-@pytest.mark.fault(
-    fault="the key of checkpoints is on the first rank's machine alone",
-    happens="the first rank chooses the checkpoint for all",
-    lost="nothing",
-    printed="nothing",
-)
-def test_the_key_of_the_first_ranks_machine_counts(
-    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, whole: list[dict[str, Any]]
-) -> None:
-    key = tmp_path / "key of rank 1"
-    for last in (2, 4, 6):
-        settings = steps(corpus, tmp_path / "run", last, context_parallel_suite__context_parallel_size=2)
-        results = fresh_ranks.run(2, train_with_own_key, settings.model_dump_json(), str(tmp_path))
-        assert key.exists() == (last == 6)
-        if last == 4:  # of runs that this machine has begun
-            key.touch(0o600)
-            key.write_bytes(bytes(32))
-    assert same_curve(results[0]["lines"], whole)
+#: What is done to the newest checkpoint of two, or to `latest`; and what is said of it.
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "flipped bit of a shard": (lambda c: flip(of_shard(c)), "safetensors was changed"),
+    "flipped bit of a header": (lambda c: flip(of_shard(c), 0.0), "safetensors was changed"),
+    "shard cut short": (lambda c: os.truncate(of_shard(c), 100), "safetensors was changed"),
+    "shard is gone": (lambda c: of_shard(c).unlink(), "safetensors: No such file"),
+    "manifest is gone": (lambda c: (c / MANIFEST).unlink(), "manifest.json: No such file"),
+    "manifest is empty": (lambda c: (c / MANIFEST).write_text(""), "manifest.json is damaged"),
+    "manifest of odd bytes": (lambda c: (c / MANIFEST).write_bytes(b"\xff{"), "manifest.json is damaged"),
+    "manifest is a list": (lambda c: (c / MANIFEST).write_text("[1]"), "manifest.json is damaged"),
+    "manifest nested deeply": (lambda c: (c / MANIFEST).write_text("[" * 100_000), "manifest.json is damaged"),
+    "folder is empty": (lambda c: (shutil.rmtree(c), c.mkdir()), "manifest.json: No such file"),
+    "folder is gone": (lambda c: shutil.rmtree(c), "which `latest` names, is gone"),
+}
 
 
 @pytest.mark.fault(
-    fault="the folder has checkpoints of another run",
-    happens="they stay, and a start over them is refused",
-    lost="nothing",
-    printed="the checkpoint, and how to go on from it or start elsewhere",
-)
-def test_a_new_run_never_removes_the_checkpoints_of_another(
-    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
-) -> None:
-    curve(fresh_ranks, steps(corpus, tmp_path, 4), 1)
-    (tmp_path / "checkpoints" / "latest").unlink()
-    before = (tmp_path / "metrics.jsonl").read_bytes()
-    with pytest.raises(RankError, match=r"resume = false: .* has the checkpoint iter_0000004"):
-        curve(fresh_ranks, steps(corpus, tmp_path, 6, checkpoint__resume=False), 1)
-    assert (tmp_path / "metrics.jsonl").read_bytes() == before
-    assert (tmp_path / "checkpoints" / "iter_0000004").is_dir()
-
-
-def train_with_slow_writes(settings: str, folder: str, fault: str) -> dict[str, Any]:
-    """In a rank: train, saving in the background. The shards of step 2 are written after step 3; those of step 4 are
-    not, for `fault`: rank 1 is killed after step 5, or its disk is full."""
-    from mindspeed_cp.train.checkpoint_saver import CheckpointSaver
-    from mindspeed_cp.train.checkpoint_writer import InProcessSave
-
-    rank, metrics, checkpoints = os.environ["RANK"], Path(folder, "metrics.jsonl"), Path(folder, "checkpoints")
-    write, finish_if_written = InProcessSave.write, CheckpointSaver.finish_if_written
-
-    def steps_done() -> int:
-        return max((line["step"] for line in iter_metrics(metrics)), default=0)
-
-    def slow_write(self: InProcessSave) -> None:
-        if os.readlink(self._held.path).endswith(".saving-iter_0000002"):
-            deadline = time.monotonic() + HANG
-            while steps_done() < 3 and time.monotonic() < deadline:
-                time.sleep(0.01)
-            if (checkpoints / "latest").exists() or len(list(checkpoints.iterdir())) != 1:
-                self._outcome = AssertionError("it has a name before it is written, or two are written at once")
-                return
-        elif rank == "1" and fault == "killed":
-            threading.Event().wait()
-        elif rank == "1":
-            self._outcome = OSError(28, "No space left on device")
-            return
-        write(self)
-
-    def killed(self: CheckpointSaver) -> None:
-        if rank == "1" and fault == "killed" and self._begun is not None and self._begun.progress.step == 4:
-            os.kill(os.getpid(), signal.SIGKILL)  # after step 5
-        finish_if_written(self)
-
-    InProcessSave.write, CheckpointSaver.finish_if_written = slow_write, killed  # type: ignore[method-assign]
-    return train_here(settings)
-
-
-@pytest.mark.fault(
-    fault="a rank is killed, or its disk is full, while a checkpoint is written in the background",
-    happens="the run ends, and goes on from the checkpoint before",
-    lost="the steps since that checkpoint",
-    printed="rank 1 was killed by SIGKILL; cannot be written: No space left on device",
+    fault="a bit of a checkpoint flips, in a shard or in its manifest; a file is cut short or gone",
+    happens="the checkpoint before it is taken, with the same bits",
+    lost="one interval of checkpoints",
+    printed="the file, and where the run goes on",
 )
 @pytest.mark.parametrize(
-    ("fault", "error"),
-    [("killed", "rank 1: .*SIGKILL"), pytest.param("full", "No space left", marks=pytest.mark.thorough)],
+    "damage",
+    [
+        pytest.param(
+            name, marks=() if name in ("flipped bit of a shard", "manifest is empty") else pytest.mark.thorough
+        )
+        for name in DAMAGE
+    ],
 )
-def test_a_fault_during_a_background_save_costs_nothing_else(
-    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, whole: list[dict[str, Any]], fault: str, error: str
+def test_checkpoint_before_damaged_one_is_taken(
+    damage: str, fresh_ranks: FreshRanks, corpus: Path, run: Path, whole: list[dict[str, Any]]
 ) -> None:
-    """The checkpoint before was written in the background too, after a step that changed the weights."""
-    size = {"context_parallel_suite__context_parallel_size": 2, "checkpoint__async_save": True}
-    settings = steps(corpus, tmp_path, 6, **size)
-    with pytest.raises(RankError, match=error):
-        fresh_ranks.run(2, train_with_slow_writes, settings.model_dump_json(), str(tmp_path), fault)
-    checkpoints = tmp_path / "checkpoints"
-    assert sorted(path.name for path in checkpoints.iterdir()) == [".saving-iter_0000004", "iter_0000002", "latest"]
-    assert same_curve(curve(fresh_ranks, settings, 2), whole)
-    names = sorted(path.name for path in checkpoints.iterdir())
-    assert names == ["iter_0000002", "iter_0000004", "iter_0000006", "latest"]
+    act, says = DAMAGE[damage]
+    act(run / "checkpoints" / "iter_0000004")
+    settings = tiny(corpus, run, **COMMON, train__train_iters=6)
+    lines, notes = fresh_ranks.run(2, train_and_note, settings.model_dump_json())[0]
+    assert any(says in note and note.endswith("going on from iter_0000002") for note in notes), notes
+    assert values(lines) == values(whole) and values(lines, "grad_norm") == values(whole, "grad_norm")
+
+
+def train_and_note(settings: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """In a rank: train; the metrics, and what the user is told."""
+    from mindspeed_cp.train.output import RunWriter
+
+    notes: list[str] = []
+    RunWriter.note = lambda self, text: notes.append(text)  # type: ignore[method-assign]
+    return train_here(settings)["lines"], notes
+
+
+def test_flipped_bit_anywhere_in_manifest_is_noticed(corpus: Path, run: Path) -> None:
+    """Also one that leaves it valid JSON, such as a digit of the position in the data."""
+    settings = tiny(corpus, run, **COMMON, train__train_iters=6)
+    manifest = run / "checkpoints" / "iter_0000004" / MANIFEST
+    good = manifest.read_bytes()
+    for place in range(0, len(good), 97):
+        content = bytearray(good)
+        content[place] ^= 1
+        if json.loads(good) == _parsed(bytes(content)):
+            continue  # white space
+        manifest.write_bytes(content)
+        records, notes = checkpoints_to_resume(settings)
+        assert list(records) == ["iter_0000002"] and "iter_0000004: is damaged" in notes[0], place
+
+
+def _parsed(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except ValueError:
+        return None
+
+
+@pytest.mark.fault(
+    fault="`latest` is lost or damaged",
+    happens="the newest whole checkpoint is taken",
+    lost="nothing",
+    printed="`latest`: is missing (or damaged), so the newest whole checkpoint is taken",
+)
+@pytest.mark.parametrize(
+    ("content", "says"), [(None, "missing"), (b"", "damaged"), (b"\xff\xfe", "damaged"), (b"../x", "damaged")]
+)
+def test_newest_whole_checkpoint_is_taken_without_latest(
+    corpus: Path, run: Path, content: bytes | None, says: str
+) -> None:
+    latest = run / "checkpoints" / "latest"
+    latest.unlink()
+    if content is not None:
+        latest.write_bytes(content)
+    records, notes = checkpoints_to_resume(tiny(corpus, run, **COMMON, train__train_iters=6))
+    assert list(records) == ["iter_0000004", "iter_0000002"]
+    assert notes == [f"{latest}: is {says}, so the newest whole checkpoint is taken"]
+
+
+def test_run_without_whole_checkpoint_is_one_line(corpus: Path, run: Path) -> None:
+    for checkpoint in (run / "checkpoints").glob("iter_*"):
+        (checkpoint / MANIFEST).unlink()
+    with pytest.raises(ConfigError, match=r"no whole checkpoint is left in .*: restore one, or give another") as caught:
+        checkpoints_to_resume(tiny(corpus, run, **COMMON, train__train_iters=6))
+    assert "\n" not in str(caught.value)
+
+
+def test_older_checkpoint_may_be_chosen_by_latest(corpus: Path, run: Path) -> None:
+    (run / "checkpoints" / "latest").write_text("iter_0000002\n")
+    records, notes = checkpoints_to_resume(tiny(corpus, run, **COMMON, train__train_iters=6))
+    assert list(records) == ["iter_0000002"] and notes == []
+
+
+@pytest.mark.fault(
+    fault="the folder has checkpoints of another run, or a new one was asked for",
+    happens="they stay, and the start is refused",
+    lost="nothing",
+    printed="the settings that differ, or the checkpoint, and how to go on from it or start elsewhere",
+)
+def test_checkpoints_of_another_run_are_refused(corpus: Path, run: Path) -> None:
+    with pytest.raises(ConfigError, match=r"iter_0000004 belongs to other settings: train\.seed was 1234 and is 1"):
+        checkpoints_to_resume(tiny(corpus, run, **COMMON, train__train_iters=6, train__seed=1))
+    with pytest.raises(ConfigError, match=r"^checkpoint\.resume = false: .* has the checkpoint iter_0000004"):
+        checkpoints_to_resume(tiny(corpus, run, **COMMON, train__train_iters=6, checkpoint__resume=False))
+
+
+def test_checkpoint_holds_no_pickle(run: Path) -> None:
+    checkpoint = run / "checkpoints" / "iter_0000004"
+    names = {path.name for path in checkpoint.iterdir()}
+    assert {name for name in names if not name.endswith(".safetensors")} == {MANIFEST}
+    assert set(read_manifest(checkpoint)["files"]) == names - {MANIFEST}
+
+
+def writes_into_full_disk(settings: str, rank: int, call: int) -> str:
+    """In a rank: the disk of one rank is full while it writes its second checkpoint."""
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter
+
+    write, calls = HuggingFaceStorageWriter.write_data, []
+
+    def full(self: Any, *arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) == call and int(os.environ["RANK"]) == rank:
+            with open("/dev/full", "w") as file:
+                file.write("x")
+        return write(self, *arguments)
+
+    HuggingFaceStorageWriter.write_data = full  # type: ignore[method-assign]
+    with pytest.raises(OSError) as caught:
+        train_here(settings)
+    return str(caught.value)
+
+
+@pytest.mark.fault(
+    fault="a disk is full while a checkpoint is written, also in the background",
+    happens="the run ends, and goes on from the checkpoint before",
+    lost="the steps since that checkpoint",
+    printed="cannot be written: No space left on device; make room",
+)
+@pytest.mark.parametrize("in_background", [False, True])
+def test_full_disk_costs_one_interval(
+    in_background: bool, fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, whole: list[dict[str, Any]]
+) -> None:
+    settings = tiny(corpus, tmp_path, **COMMON, train__train_iters=6, checkpoint__async_save=in_background)
+    for text in fresh_ranks.run(2, writes_into_full_disk, settings.model_dump_json(), 1, 2):
+        assert "cannot be written: No space left on device; make room" in text and "\n" not in text
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "iter_0000002\n"
+    lines = curve(fresh_ranks, settings, 2)
+    assert values(lines) == values(whole)
+    assert not list((tmp_path / "checkpoints").glob(".saving*"))
+
+
+@pytest.mark.fault(
+    fault="a run is started in a folder that another one uses",
+    happens="it is refused; the system lets the folder go when the other one dies",
+    lost="nothing",
+    printed="another run is using it",
+)
+def test_two_runs_never_share_a_folder(fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path) -> None:
+    from mindspeed_cp.train.run_files import RunFiles
+
+    files = RunFiles(tmp_path)
+    files.create()
+    settings = tiny(corpus, tmp_path)
+    with files.locked(), pytest.raises(RankError, match="another run is using it"):
+        fresh_ranks.run(1, train_here, settings.model_dump_json())
+
+
+def saves(settings: str) -> dict[str, Any]:
+    """In a rank: train; the tensors of the newest checkpoint."""
+    from safetensors.torch import load_file
+
+    train_here(settings)
+    checkpoint = max(Path(Settings.model_validate_json(settings).output.folder, "checkpoints").glob("iter_*"))
+    files = sorted(checkpoint.glob("*.safetensors"))
+    return {f"{path.name}:{name}": tensor.numpy() for path in files for name, tensor in load_file(path).items()}
+
+
+def test_background_saves_same_bits(fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path) -> None:
+    """Of a step whose weights the next steps change while they are written."""
+    tensors = []
+    for name in ("at once", "later"):
+        settings = tiny(corpus, tmp_path / name, **COMMON, train__train_iters=4, checkpoint__async_save=name == "later")
+        tensors.append(fresh_ranks.run(2, saves, settings.model_dump_json())[0])
+    assert tensors[0].keys() == tensors[1].keys() and len(tensors[0]) > 20
+    for name, tensor in tensors[0].items():
+        assert (tensor == tensors[1][name]).all(), name

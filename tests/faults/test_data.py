@@ -51,33 +51,6 @@ def test_a_corpus_with_other_contents_is_not_resumed(fresh_ranks: FreshRanks, ow
     assert curve(fresh_ranks, steps(moved, tmp_path / "run", 4), 1)[:2] == first
 
 
-def train_as_older_version(settings: str) -> dict[str, Any]:
-    """In a rank: train as a version whose checkpoints have no digests of contents."""
-    from mindspeed_cp.train import loop
-
-    loop.corpus_digests = lambda corpus: []
-    return train_here(settings)
-
-
-def train_and_note(settings: str) -> list[str]:
-    """In a rank: train; what the user is told."""
-    from mindspeed_cp.train.metrics_writer import MetricsWriter
-
-    notes: list[str] = []
-    MetricsWriter.note = lambda self, text: notes.append(text)  # type: ignore[method-assign]
-    train_here(settings)
-    return notes
-
-
-def test_a_checkpoint_without_digests_of_contents_is_resumed_with_a_note(
-    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
-) -> None:
-    fresh_ranks.run(1, train_as_older_version, steps(corpus, tmp_path, 2).model_dump_json())
-    [notes] = fresh_ranks.run(1, train_and_note, steps(corpus, tmp_path, 4).model_dump_json())
-    assert any("iter_0000002: was written before contents of corpora were compared" in note for note in notes)
-    assert fresh_ranks.run(1, train_and_note, steps(corpus, tmp_path, 6, train__lr_decay_iters=4).model_dump_json())
-
-
 def start_otherwise(settings: str, rank_1: str) -> None:
     """In a rank: train; rank 1 with settings of its own."""
     train_here(rank_1 if os.environ["RANK"] == "1" else settings)

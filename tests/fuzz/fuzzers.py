@@ -29,14 +29,13 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig, Plan, Topology, verify_plan
 from mindspeed_cp.train import launch
-from mindspeed_cp.train.metrics_writer import settings_before
-from mindspeed_cp.train.resume import checkpoints_to_resume, read_run_json
-from mindspeed_cp.train.run_files import RunFiles, read_metrics
-from mindspeed_cp.train.run_identity import changed_settings
+from mindspeed_cp.train.checkpoint import checkpoints_to_resume
+from mindspeed_cp.train.identity import changed_settings
+from mindspeed_cp.train.run_files import read_metrics
 from tests.cli.test_report import leave
 from tests.fuzz import mutations
 from tests.report.test_damaged_traces import report
-from tests.train.test_damage import with_checkpoint
+from tests.train.bookkeeping import with_checkpoint
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 LAUNCHES = sorted((Path(__file__).parents[1] / "convert" / "launches").glob("*.sh"))
@@ -198,35 +197,28 @@ def checkpoints(generator: random.Random, folder: Path) -> None:
     next(stream)
     run = folder / "run"
     made = with_checkpoint(run) if not run.exists() else Settings(output={"folder": str(run)})  # type: ignore[arg-type]
-    trusting = Settings(output={"folder": str(run)}, checkpoint={"trust_unsigned": True})  # type: ignore[arg-type]
     newest = run / "checkpoints" / "iter_0000003"
     files = {
-        "run.json": newest / "run.json",
-        "digests.json": newest / "digests.json",
+        "manifest.json": newest / "manifest.json",
         "latest": run / "checkpoints" / "latest",
         "metrics.jsonl": run / "metrics.jsonl",
-        "settings.yaml": run / "settings.yaml",
     }
     files["metrics.jsonl"].write_text('{"step": 1, "loss": 5.0}\n{"step": 2, "loss": 4.5}\n')
-    files["settings.yaml"].write_text(texts()[0])
     before = {name: path.read_bytes() for name, path in files.items()}
     name = generator.choice(list(files))
     whole = before[name]
-    if name == "run.json":
-        whole = json.dumps(json.loads(whole) | {"data": stream.state_dict()}).encode()
     if name.endswith(".json") and generator.random() < 0.7:
         damage = mutations.json_text(generator, json.loads(whole)).encode("utf-8", "replace")
     else:
         damage = mutations.content(generator, mutations.text(generator, whole.decode()).encode("utf-8", "replace"))
     files[name].write_bytes(damage)
     try:
-        changed_settings(settings_before(RunFiles(files["settings.yaml"].parent), 3), made)
-        folders, _ = checkpoints_to_resume(trusting if generator.random() < 0.7 else made)
+        records, _ = checkpoints_to_resume(made)
         read_metrics(files["metrics.jsonl"])
-        for path in folders:
-            state = read_run_json(path)["data"]
-            if state is not None:
-                stream.load_state_dict(state)
+        for record in records.values():
+            changed_settings(record["settings"], made)
+            if record["data"] is not None:
+                stream.load_state_dict(record["data"])
                 next(stream)
     finally:
         for other, path in files.items():
@@ -296,12 +288,12 @@ def arguments(generator: random.Random, folder: Path) -> None:
     if generator.random() < 0.05:
         given.insert(generator.randint(0, len(given)), generator.choice(mutations.TEXTS).replace("\0", ""))
     out, err = io.StringIO(), io.StringIO()
-    start, launch._launch = launch._launch, lambda *a, **o: (launch.OK, "", [])  # type: ignore[assignment]
+    start, launch._run_local_ranks = launch._run_local_ranks, lambda *a, **o: ([], None)  # type: ignore[assignment]
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = cli.run(given)
     finally:
-        launch._launch = start
+        launch._run_local_ranks = start
     lines = [line for line in err.getvalue().splitlines() if not line.startswith("note: ")]
     if code not in (0, 1, 2) or (code == 2 and len(lines) > 1) or any(len(line) > 2100 for line in lines):
         raise AssertionError(f"code {code}, {len(lines)} lines for {given}: {lines[:3]}")

@@ -53,8 +53,8 @@ def test_slurm_starts_the_script_of_the_machine_on_every_node(
     assert len(nodes) == 2
     for node, text in enumerate((rest[: nodes[1]], rest[nodes[1] :])):
         made = parsed("\n".join(text))
-        expected = {"--node-rank": str(node), "--nodes": "2", "--master-addr": "localhost", "--master-port": "24567"}
-        expected |= {"--log-dir": "runs/quickstart/logs/slurm-1234567", "--nproc": str(DEVICES[script])}
+        expected = {"--node-rank": str(node), "--nnodes": "2", "--master-addr": "localhost", "--master-port": "24567"}
+        expected |= {"--log-dir": "runs/quickstart/logs/slurm-1234567", "--nproc-per-node": str(DEVICES[script])}
         assert {name: made.option(name) for name in expected} == expected
         assert made.command[-1] == "--no-resume" and made.environment["HCCL_SOCKET_IFNAME"] == "eth0"
 

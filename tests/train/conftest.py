@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.processes import preload
 from tests.train.fresh_ranks import FreshRanks
+from tests.train.runs import Run
 
 preload("mindspeed_cp.train.loop")
 
@@ -32,3 +34,17 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
             text = " ".join(generator.choice(words) for _ in range(length // 3 + 1))[:length]
             file.write(json.dumps({"text": text}) + "\n")
     return path
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Run]]:
+    """Start a run that is certain to end with the test."""
+    runs: list[Run] = []
+
+    def begin(*command: object, **environment: str) -> Run:
+        runs.append(Run(*command, **environment))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.close()

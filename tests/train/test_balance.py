@@ -278,16 +278,16 @@ def plans_otherwise(settings: str) -> str:
     """In a rank: rank 3 plans documents of other lengths, of as many tokens."""
     import torch.distributed as dist
 
-    from mindspeed_cp.plan_sharing import sharing
+    from mindspeed_cp.algorithms import plan_cache
 
-    build = sharing.build_plan
+    build = plan_cache.build_plan
 
     def other(documents: Documents, *given: Any, **options: Any) -> Any:
         if dist.get_rank() == 3:
             documents = Documents(documents.lengths[::-1].copy())
         return build(documents, *given, **options)
 
-    sharing.build_plan = other
+    plan_cache.build_plan = other
     with pytest.raises(ConfigError) as caught:
         train_here(settings)
     return str(caught.value)

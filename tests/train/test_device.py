@@ -12,12 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.device import select as devices
 from mindspeed_cp.doctor.machine import requirements
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.train import device
-from mindspeed_cp.train.memory import check_memory
+from mindspeed_cp.train import world as device
 
 
 @pytest.fixture
@@ -174,63 +172,3 @@ def test_more_ranks_than_npus(npus: SimpleNamespace, monkeypatch: pytest.MonkeyP
     npus.count = 2
     with pytest.raises(ConfigError, match="which has 2 NPUs; ASCEND_RT_VISIBLE_DEVICES hides the others; start"):
         device.pick_device("npu", 0, 3)
-
-
-def test_memory_of_this_machine_does_not_count_on_an_npu(npus: SimpleNamespace) -> None:
-    """The launcher cannot know the device's memory; the ranks check it."""
-    huge = Settings(data={"seq_length": 10**9}, train={"device": "npu"})
-    check_memory(huge, 1)
-    with pytest.raises(ConfigError, match="does not fit"):
-        check_memory(huge, 1, available=64 << 30)
-    with pytest.raises(ConfigError, match="does not fit"):
-        check_memory(Settings(data={"seq_length": 10**9}, train={"device": "cpu"}), 1)
-
-
-@pytest.fixture
-def gpus(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """As if torch were built for CUDA, with 4 GPUs."""
-    made = SimpleNamespace(built=True, count=4, nccl=True, current=None)
-
-    def set_device(x: torch.device) -> None:
-        made.current = x
-
-    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: made.built)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: made.count > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: made.count)
-    monkeypatch.setattr(torch.cuda, "set_device", set_device)
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: made.nccl)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return made
-
-
-def test_a_rank_has_the_gpu_of_its_number(gpus: SimpleNamespace) -> None:
-    assert device.pick_device("cuda", 3, 4) == torch.device("cuda", 3) == gpus.current
-    assert devices.resolve_device_type("auto") != "cuda", "an NVIDIA GPU must be asked for"
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"built": False}, r"train.device = cuda: torch .* was built without CUDA; install .* or train.device: cpu"),
-        ({"count": 0}, r"train.device = cuda: torch finds no GPU; check `nvidia-smi` and CUDA_VISIBLE_DEVICES"),
-        ({"nccl": False}, r"train.device = cuda: this build of torch has no NCCL"),
-        ({"count": 1}, r"train.device = cuda: 2 ranks on this machine, which has 1 GPUs; start at most 1"),
-    ],
-)
-def test_gpus_that_cannot_be_used(gpus: SimpleNamespace, changes: dict[str, Any], said: str) -> None:
-    vars(gpus).update(changes)
-    with pytest.raises(ConfigError, match=said):
-        device.pick_device("cuda", 0, 2)
-
-
-def test_settings_for_gpus_are_checked_when_they_are_read() -> None:
-    dropped = {"attention_dropout": 0.1}
-    with pytest.raises(ConfigError, match=r"train.bf16 = false: gives fp32, in which the cuda backend has no dropout"):
-        Settings(model=dropped, train={"device": "cuda"})
-    assert Settings(model=dropped, train={"device": "cuda", "bf16": True})
-    with pytest.raises(ConfigError, match=r"model.position_embedding_type.*alibi"):
-        Settings(model={**dropped, "position_embedding_type": "alibi"}, train={"device": "cuda", "bf16": True})
-    with pytest.raises(
-        ConfigError, match=r"context_parallel_suite.backend = \"npu\": does not run on train.device = cuda"
-    ):
-        Settings(train={"device": "cuda"}, context_parallel_suite={"backend": "npu"})

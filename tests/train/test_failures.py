@@ -2,167 +2,146 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import resource
+import signal
+import sys
+import time
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from mindspeed_cp.device import open_files
 from mindspeed_cp.errors import ConfigError, DivergenceError, PeerError, PlanError
-from mindspeed_cp.train.exit_note import EXIT_NOTE, write_exit_note
+from mindspeed_cp.train import launch
 from mindspeed_cp.train.failures import classify_error, is_lost_rank_error
-from mindspeed_cp.train.launch import _classify_failures
-from mindspeed_cp.train.local_agent import RankFailure, read_failure
-from mindspeed_cp.train.lost_ranks import name_lost_ranks
+from mindspeed_cp.train.launch import Failure, name_lost_ranks, verdict
 from mindspeed_cp.train.world import World
 
 
-def test_errors_become_a_kind_a_line_and_an_exit_code() -> None:
+def test_errors_become_kind_line_and_exit_code() -> None:
     assert classify_error(ConfigError("a")) == ("input", "a", 2)
     assert classify_error(PlanError("b")) == ("input", "b", 2)
     assert classify_error(DivergenceError("d")) == ("divergence", "d", 1)
     assert classify_error(PeerError("c")) == ("peer", "c", 1)
     assert classify_error(PermissionError(13, "Permission denied", "a.txt")) == ("files", "a.txt: Permission denied", 1)
     assert classify_error(KeyError("d")) == ("bug", "KeyError: 'd'", 1)
-    assert is_lost_rank_error(RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer [127.0.0.1]:1"))
-    assert not is_lost_rank_error(RuntimeError("shape mismatch"))
 
 
-def test_of_several_ranks_without_a_word_some_may_wait_for_the_dead_one() -> None:
-    """Stages of a pipeline notice a death only when their neighbours end."""
-    store = dist.HashStore()
-    world = World(1, 4, torch.device("cpu"), 1, 0, 1, 0, 4, 1, store, stages=4, stage=1)
-    lost = str(name_lost_ranks(world, RuntimeError("closed"), wait=0.05))
-    assert lost == (
-        "rank 1 lost ranks 0, 2, 3: dead, silent for longer than the time-out, or waiting for a rank that is (closed)"
-    )
-    for rank in (2, 3):
-        store.set(f"mindspeed_cp/lost_a_peer/{rank}", "here")
-    lost = str(name_lost_ranks(world, RuntimeError("closed"), wait=0.05))
-    assert lost == "rank 1 lost rank 0: dead, or silent for longer than the time-out (closed)"
+def test_error_of_the_disk_is_one_line() -> None:
+    from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
-
-@dataclass(frozen=True)
-class Failed:
-    """How a rank ended: what it had put on record, if anything, and the second in which it did so or was found dead."""
-
-    code: int
-    kind: str | None
-    text: str
-    seconds: int
-
-
-def failure(code: int, kind: str | None = None, text: str = "", seconds: int = 0) -> Failed:
-    return Failed(code, kind, text, seconds)
-
-
-def recorded(failed: Failed, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Write the record of a rank at the second in which it ended."""
-    with monkeypatch.context() as patched:
-        patched.setattr("time.time", lambda: float(failed.seconds))
-        patched.setenv("TORCHELASTIC_ERROR_FILE", str(path))
-        if failed.kind:
-            write_exit_note(failed.kind, failed.text)
-
-
-def seen_by_the_agent(
-    failures: dict[int, Failed], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> dict[int, RankFailure]:
-    """As the launcher reads it, from real records of the ranks."""
-    results = {}
-    for rank, failed in failures.items():
-        path = folder / f"record{rank}"
-        recorded(failed, path, monkeypatch)
-        with monkeypatch.context() as patched:
-            patched.setattr("time.time", lambda failed=failed: float(failed.seconds))
-            results[rank] = read_failure(rank, 100, failed.code, path)
-    return results
-
-
-def seen_by_torchrun(
-    failures: dict[int, Failed], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> dict[int, ProcessFailure]:
-    """As the agent of torchrun reads it, from the same records."""
-    results = {}
-    for rank, failed in failures.items():
-        path = folder / f"record{rank}"
-        recorded(failed, path, monkeypatch)
-        results[rank] = ProcessFailure(rank, 100, failed.code, str(path))
-    return results
+    full = OSError(28, "No space left on device")
+    line = "No space left on device; free some space, and the same command goes on from the newest checkpoint"
+    outer = RuntimeError("while saving")
+    outer.__cause__ = full
+    for error in (full, CheckpointException("save", {1: _wrap_exception(full)}), outer):
+        assert classify_error(error) == ("files", line, 1)
+    assert classify_error(CheckpointException("load", {0: _wrap_exception(ConfigError("bad"))}))[2] == 2
 
 
 @pytest.mark.parametrize(
-    ("failures", "asked", "code", "expected"),
+    ("error", "part"),
     [
-        ({0: failure(1, "peer", "lost rank 1"), 1: failure(-9)}, [], 1, "rank 1 (process 100) was killed by SIGKILL"),
-        ({0: failure(-6), 1: failure(-9)}, [], 1, "rank 1 (process 100) was killed by SIGKILL"),
-        (
-            {0: failure(-6, seconds=1), 1: failure(-6)},
-            [],
-            1,
-            "rank 1 (process 100) aborted (SIGABRT): on NPUs torch_npu does that when an operation of HCCL fails or a peer does not answer within context_parallel_suite.timeout_seconds or HCCL_EXEC_TIMEOUT, on GPUs torch for NCCL and context_parallel_suite.timeout_seconds",
-        ),
-        (
-            {0: failure(1, "peer", "lost rank 1", 3), 1: failure(-9)},
-            [],
-            1,
-            "rank 1 (process 100) was killed by SIGKILL",
-        ),
-        ({0: failure(1, "peer", "lost rank 1", 3), 1: failure(-9, seconds=30)}, [], 1, "lost rank 1"),
-        ({0: failure(2, "input", "bad lr"), 1: failure(1, "peer", "lost rank 0")}, [], 2, "bad lr"),
-        ({0: failure(1, "peer", "lost rank 1"), 1: failure(1, "bug", "KeyError")}, [], 1, "rank 1 failed: KeyError"),
-        ({0: failure(-15), 1: failure(1, "peer", "lost rank 0")}, [], 1, "lost rank 0"),
-        ({0: failure(-15), 1: failure(-15)}, [], 1, "rank 0 (process 100) was killed by SIGTERM"),
-        ({0: failure(-15), 1: failure(-15)}, ["SIGTERM"], 0, "stopped by SIGTERM; the same command goes on"),
-        ({0: failure(-9, seconds=30), 2: failure(-9)}, [], 1, "rank 2 (process 100) was killed by SIGKILL"),
-        ({2: failure(-11), 3: failure(-15)}, [], 1, "rank 2 (process 100) was killed by SIGSEGV"),
-        ({1: failure(3)}, [], 1, "rank 1 failed: (process 100) ended with exit code 3"),
-        (
-            {0: failure(-6, EXIT_NOTE, "last words")},
-            [],
-            1,
-            "rank 0 (process 100) aborted (SIGABRT): on NPUs torch_npu",
-        ),
-        ({0: failure(-9, EXIT_NOTE, "last words"), 1: failure(1, "peer", "lost")}, [], 1, "was killed by SIGKILL"),
-        (  # the agent killed a rank that hung, half a minute after the others had given it up
-            {1: failure(1, "peer", "lost rank 0", 600), 0: failure(-9, EXIT_NOTE, "last words")},
-            [],
-            1,
-            "lost rank 0",
-        ),
-        (  # it died first, and then the others lost it
-            {1: failure(-9, EXIT_NOTE, "last words"), 0: failure(1, "peer", "lost rank 1", 600)},
-            [],
-            1,
-            "rank 1 (process 100) was killed by SIGKILL",
-        ),
-        (  # and when all have last words, the first that was found dead
-            {2: failure(-9, EXIT_NOTE, "last words"), 0: failure(-9, EXIT_NOTE, "last words")},
-            [],
-            1,
-            "rank 2 (process 100) was killed by SIGKILL",
-        ),
-        ({0: failure(1, "device", "refused"), 1: failure(1, "peer", "lost")}, [], 1, "rank 0 failed: refused"),
+        (OSError(24, "Too many open files"), "ulimit -n"),
+        (RuntimeError("epoll_create: Too many open files\nstack"), "ulimit -n"),
+        (RuntimeError("can't start new thread"), "ulimit -u"),
+        (OSError(27, "File too large"), "ulimit -f"),
     ],
 )
-def test_the_verdict_names_the_cause(
-    failures: dict[int, Failed],
-    asked: list[str],
-    code: int,
-    expected: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_limit_of_the_system_names_its_remedy(error: Exception, part: str) -> None:
+    kind, line, code = classify_error(error)
+    assert (kind, code) == ("files", 1) and part in line and "\n" not in line
+
+
+def test_too_low_limit_of_open_files_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, 100))
+    with pytest.raises(ConfigError, match=r"ulimit -n = 100: 2 ranks need up to 152 open files each"):
+        open_files.check_open_files(2)
+
+
+@pytest.mark.parametrize(
+    ("text", "lost"),
+    [
+        ("[third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 60000ms for recv", True),
+        ("Gloo connectFullMesh failed with no error", True),
+        ("TCPStore(ip - 127.0.0.1): failed to connect", True),
+        ("could not restore tensor from storage", False),
+        ("timed out waiting for the GPU", False),
+    ],
+)
+def test_only_error_of_a_connection_means_lost_peer(text: str, lost: bool) -> None:
+    assert is_lost_rank_error(RuntimeError(text)) is lost
+
+
+def test_lost_ranks_are_those_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "NAMING_SECONDS", 0.05)
+    store = dist.HashStore()
+    world = World(1, 4, torch.device("cpu"), 1, 0, 1, 0, 4, 1, store, 9.0, stages=4, stage=1)
+    lost = str(name_lost_ranks(world, RuntimeError("closed")))
+    silent = "dead, or silent for 9 s (context_parallel_suite.timeout_seconds)"
+    assert lost.startswith(f"rank 1 lost ranks 0, 2, 3: {silent}; the same command goes on") and "(closed)" in lost
+    for rank in (2, 3):
+        store.set(f"mindspeed_cp/lost_a_peer/{rank}", "here")
+    assert str(name_lost_ranks(world, RuntimeError("closed"))).startswith(f"rank 1 lost rank 0: {silent}")
+
+
+KILLED = Failure("killed", "(process 100) was killed by SIGKILL", 1)
+LOST = Failure("peer", "rank 0 lost rank 1", 0)
+
+
+@pytest.mark.parametrize(
+    ("failures", "stop_signal", "code", "expected"),
+    [
+        (
+            [LOST, KILLED],
+            None,
+            1,
+            "rank 1 (process 100) was killed by SIGKILL, and the other ranks were stopped; the same",
+        ),
+        ([LOST], None, 1, "rank 0 lost rank 1"),
+        ([LOST, Failure("input", "bad lr", 1)], None, 2, "bad lr"),
+        ([LOST, Failure("bug", "KeyError", 1)], None, 1, "rank 1 failed: KeyError"),
+        ([LOST, Failure("device", "refused", 0)], None, 1, "rank 0 failed: refused"),
+        ([LOST, Failure("aborted", "(process 100) aborted", 1)], None, 1, "rank 1 (process 100) aborted"),
+        ([Failure("terminated", "(process 100) was killed by SIGTERM", 0)], None, 1, "rank 0 (process 100) was killed"),
+        (
+            [Failure("terminated", "was killed by SIGTERM", 0), LOST],
+            "SIGTERM",
+            0,
+            "stopped by SIGTERM; the same command",
+        ),
+        ([KILLED], "SIGTERM", 1, "rank 1 (process 100) was killed by SIGKILL"),
+        ([Failure("stopped", "stopped by SIGTERM while", 0), LOST], None, 0, "stopped by SIGTERM while"),
+    ],
+)
+def test_verdict_names_the_likeliest_cause(
+    failures: list[Failure], stop_signal: str | None, code: int, expected: str
 ) -> None:
-    failure, line = _classify_failures(seen_by_the_agent(failures, tmp_path, monkeypatch), asked)
-    assert failure == code and expected in line and "\n" not in line
+    outcome, line = verdict(failures, stop_signal)
+    assert outcome == code and line.startswith(expected)
 
 
-def test_torchrun_takes_no_last_words_for_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are written at the start, long before what really ended the run."""
-    failures = {0: failure(-6, EXIT_NOTE, "last words", 100), 1: failure(1, "device", "refused", 900)}
-    error = ChildFailedError("train", seen_by_torchrun(failures, tmp_path, monkeypatch))
-    rank, cause = error.get_first_failure()
-    assert rank == 1 and cause.message["message"] == "refused"  # type: ignore[index]
-    assert "refused" in str(error).split("Root Cause")[1] and "last words" in str(error).split("Root Cause")[0]
+def _ends_by_itself(code: int) -> None:
+    sys.exit(code)
+
+
+def _ignores_sigterm() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(600)
+
+
+def test_only_ranks_that_end_by_themselves_have_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that the launcher had to kill is none of them."""
+    fork = get_context("fork")
+    processes = [fork.Process(target=_ends_by_itself, args=(3,)), fork.Process(target=_ignores_sigterm)]
+    for process in processes:
+        process.start()
+    assert launch._first_failures(processes) == [0]
+    launch._end(processes, 0.2)
+    assert processes[1].exitcode in (-signal.SIGKILL, -signal.SIGTERM)
+    assert launch._failure(0, processes[0], tmp_path).line.endswith("ended with exit code 3")
+    (tmp_path / "rank0").write_text('["divergence", "step 3: NaN"]')
+    assert launch._failure(0, processes[0], tmp_path) == Failure("divergence", "step 3: NaN", 0)

@@ -161,7 +161,7 @@ def chooses_otherwise(settings: str, odd: int) -> str:
 def test_ranks_that_choose_otherwise_are_told_before_they_wait_for_each_other(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
 ) -> None:
-    settings = tiny(corpus, tmp_path, **COMMON, **POOL, **CP2, train__planner="replicated")
+    settings = tiny(corpus, tmp_path, **COMMON, **POOL, **CP2)
     for text in fresh_ranks.run(4, chooses_otherwise, settings.model_dump_json(), 2):
         assert text.startswith("step 1: rank 2 has assigned documents to replicas differently")
 

@@ -1,15 +1,13 @@
-"""How ranks and their launcher end: full disks, lost peers, signals, closed terminals, odd environments."""
+"""How ranks end: signals, closed terminals, odd environments, ranks that cannot meet."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -17,31 +15,16 @@ import pytest
 
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.train import launch, worker
-from mindspeed_cp.train.failures import classify_error, is_lost_rank_error
-from mindspeed_cp.train.local_agent import local_ranks
+from mindspeed_cp.train import launch
 from mindspeed_cp.train.stop_request import Stopped, StopRequest
-from tests.limits import HANG
+from tests.ports import free_port
 from tests.train.fresh_ranks import FreshRanks
-from tests.train.test_failures import Failed, failure, seen_by_the_agent
+from tests.train.runs import COMMAND, Run, write
 from tests.train.test_training import tiny, train_here
 
 
 class Left(BaseException):
     """Instead of the end of this process; carries the exit code."""
-
-
-@pytest.fixture
-def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file in which a rank tells what ended it; `exit_process` raises Left."""
-
-    def exit_process(code: int) -> NoReturn:
-        raise Left(code)
-
-    monkeypatch.setattr(worker, "exit_process", exit_process)
-    monkeypatch.setattr(launch, "exit_process", exit_process)
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    return tmp_path / "error.json"
 
 
 @pytest.fixture
@@ -52,138 +35,35 @@ def hangups() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
-def raising(error: BaseException) -> Any:
-    def run_rank(settings: Settings, *, as_json: bool) -> None:
-        raise error
-
-    return run_rank
-
-
-# what ended a rank
-
-
-def test_every_error_of_the_disk_is_one_line() -> None:
-    from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
-
-    full = OSError(28, "No space left on device")
-    line = "No space left on device; free some space, and the same command goes on from the newest checkpoint"
-    assert classify_error(full) == ("files", line, 1)
-    assert classify_error(OSError("cannot seek")) == ("files", "cannot seek", 1)
-    assert classify_error(PermissionError(13, "Permission denied", "a")) == ("files", "a: Permission denied", 1)
-    wrapped = CheckpointException("save", {1: _wrap_exception(full)})
-    expected = ("files", f"the checkpoint of rank 1 cannot be written or read: {line}", 1)
-    assert classify_error(wrapped) == expected
-    for cause in (full, wrapped):
-        outer = RuntimeError("while saving")
-        outer.__cause__ = cause
-        assert classify_error(outer) == classify_error(cause)
-    torn = CheckpointException("save", {0: _wrap_exception(RuntimeError("PytorchStreamWriter failed"))})
-    kind, line, code = classify_error(torn)
-    assert (kind, code) == ("files", 1) and line.endswith("RuntimeError: PytorchStreamWriter failed")
-    assert classify_error(CheckpointException("load", {0: _wrap_exception(ConfigError("bad"))}))[2] == 2
-    chained = RuntimeError("a bug")
-    chained.__cause__ = KeyError("x")
-    assert classify_error(chained)[0] == "bug"
-
-
-def test_a_full_disk_ends_a_rank_with_its_line(
-    record: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fills_the_disk(settings: Settings, *, as_json: bool) -> None:
-        with open("/dev/full", "w") as file:
-            file.write("x")
-
-    monkeypatch.setattr(worker, "run_rank", fills_the_disk)
-    monkeypatch.setattr(sys, "argv", ["worker", Settings().model_dump_json()])
-    with pytest.raises(Left) as left:
-        worker.main()
-    assert left.value.args == (1,)
-    message = json.loads(record.read_text())["message"]
-    assert message["message"].startswith("No space left on device") and message["extraInfo"]["kind"] == "files"
-    assert capsys.readouterr().err == ""  # no trace
-
-
-@pytest.mark.parametrize(
-    ("text", "lost"),
-    [
-        ("[third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 60000ms for recv", True),
-        ("Gloo connectFullMesh failed with no error", True),
-        ("TCPStore(ip - 127.0.0.1): failed to connect", True),
-        ("could not restore tensor from storage", False),
-        ("No backend type gloo supports this dtype", False),
-        ("timed out waiting for the GPU", False),
-    ],
-)
-def test_only_errors_of_a_connection_mean_a_lost_peer(text: str, lost: bool) -> None:
-    assert is_lost_rank_error(RuntimeError(text)) is lost
-
-
 @pytest.mark.parametrize(("rank", "expected"), [("0", "error: bad lr\n"), ("3", "error: rank 3: bad lr\n")])
-def test_under_torchrun_every_rank_tells_what_ended_it(
-    record: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str, expected: str
+def test_rank_under_torchrun_prints_its_error_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: str, expected: str
 ) -> None:
-    monkeypatch.setattr(launch, "run_rank", raising(ConfigError("bad lr")))
+    def leave(code: int) -> NoReturn:
+        raise Left(code)
+
+    def refuses(settings: Settings, *, as_json: bool) -> None:
+        raise ConfigError("bad lr")
+
+    monkeypatch.setattr(launch, "_exit", leave)
+    monkeypatch.setattr(launch, "run_rank", refuses)
     monkeypatch.setenv("RANK", rank)
     with pytest.raises(Left) as left:
         launch.run_under_launcher(Settings(), as_json=False)
     assert left.value.args == (2,) and capsys.readouterr().err == expected
-    assert json.loads(record.read_text())["message"]["extraInfo"]["py_callstack"] == "bad lr"  # torchrun's report
-
-
-# the launcher
-
-
-def test_a_run_that_was_asked_to_stop_has_not_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def verdict(failures: dict[int, Failed], asked: list[str]) -> tuple[int, str]:
-        folder = Path(tempfile.mkdtemp(dir=tmp_path))
-        return launch._classify_failures(seen_by_the_agent(failures, folder, monkeypatch), asked)
-
-    lost, killed = failure(1, "peer", "lost rank 1"), failure(-9)
-    code, line = verdict({0: lost, 1: failure(-15)}, ["SIGINT"])
-    assert code == 0 and line.startswith("stopped by SIGINT; the same command goes on")
-    assert verdict({0: failure(-1)}, ["SIGHUP"])[0] == 0
-    assert verdict({0: lost, 1: killed}, ["SIGTERM"])[0] == 1
-    assert verdict({0: failure(2, "input", "bad"), 1: lost}, ["SIGTERM"]) == (2, "bad")
-    stopped = failure(1, "stopped", "stopped by SIGTERM while")
-    assert verdict({0: stopped, 1: lost}, []) == (0, "stopped by SIGTERM while")
-
-
-@pytest.mark.parametrize("asked", [["SIGTERM"], []])
-def test_a_stopped_run_is_never_started_again(
-    asked: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    starts = []
-
-    def ends(settings: Settings, *rest: object, as_json: bool) -> tuple[int, str, list[str]]:
-        starts.append(settings.checkpoint.resume)
-        return 1, "rank 0 was killed", asked
-
-    monkeypatch.setattr(launch, "preflight", lambda settings, ranks, nodes: None)
-    monkeypatch.setattr(launch, "_launch", ends)
-    settings = Settings(train={"max_restarts": 2})  # type: ignore[arg-type]
-    assert launch.start_local_ranks(settings, 1, as_json=False) == 1
-    assert len(starts) == (1 if asked else 3)
-    assert capsys.readouterr().err.endswith("error: rank 0 was killed\n")
 
 
 @pytest.mark.parametrize("as_json", [True, False])
 def test_standard_output_holds_nothing_but_json(
     as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(launch, "preflight", lambda settings, ranks, nodes: None)
-    monkeypatch.setattr(launch, "_launch", lambda *a, **o: (0, "stopped by SIGTERM", ["SIGTERM"]))
+    stopped = launch.Failure("terminated", "was killed by SIGTERM", 0)
+    monkeypatch.setattr(launch, "_run_local_ranks", lambda *given, **named: ([stopped], "SIGTERM"))
     assert launch.start_local_ranks(Settings(), 1, as_json=as_json) == 0
     captured = capsys.readouterr()
-    assert (captured.err if as_json else captured.out) == "stopped by SIGTERM\n"
+    said = "stopped by SIGTERM; the same command goes on from the newest checkpoint, if there is one\n"
+    assert (captured.err if as_json else captured.out) == said
     assert (captured.out if as_json else captured.err) == ""
-
-
-@pytest.mark.usefixtures("hangups")
-def test_a_closed_terminal_asks_the_ranks_to_stop() -> None:
-    with local_ranks(["sleep", str(HANG)], 2) as ranks, launch._relay_signals(ranks) as asked:
-        os.kill(os.getpid(), signal.SIGHUP)
-        failures = ranks.wait()
-    assert asked == ["SIGHUP"] and -signal.SIGHUP in [failure.exitcode for failure in failures.values()]
 
 
 @pytest.mark.usefixtures("hangups")
@@ -200,7 +80,7 @@ def test_a_hangup_is_remembered_unless_nohup_says_otherwise() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-SHOWS = "from mindspeed_cp.train.progress_display import open_display as o; d = o('lines', 0, 9, 1); d.note('a'); d.note('b')"
+SHOWS = "from mindspeed_cp.train.output import Display as D; d = D('lines', 0, 9, 1); d.note('a'); d.note('b')"
 
 
 @pytest.mark.parametrize(("program", "works"), [(SHOWS, True), ("print('a', flush=True)", False)])
@@ -241,7 +121,7 @@ def waits_for_ever(settings: str) -> str:
     batches.MicroBatchLoader.__next__ = asked  # type: ignore[method-assign]
     batches.POLL_SECONDS, batches.STOP_SECONDS, batches.END_SECONDS = 0.05, 0.2, 0.2
     try:
-        worker.run_rank(Settings.model_validate_json(settings), as_json=False)
+        launch.run_rank(Settings.model_validate_json(settings), as_json=False)
     except Stopped as error:
         return str(error)
     raise AssertionError("the run ended")
@@ -296,9 +176,8 @@ def test_ranks_that_could_never_meet_or_fit_are_refused_at_once(
         ({**good, "MASTER_ADDR": ""}, "MASTER_ADDR is not in the environment"),
         ({**good, "MASTER_PORT": "http"}, "MASTER_PORT = 'http'"),
         ({**good, "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE = 0"),
-        (good, "data.seq_length = 900000000: does not fit"),  # torchrun's ranks check it too
     ]
-    settings = tiny(corpus, tmp_path, data__seq_length=900_000_000)
+    settings = tiny(corpus, tmp_path)
     [lines] = fresh_ranks.run(1, refusals, settings.model_dump_json(), [environment for environment, _ in cases])
     for line, (_, expected) in zip(lines, cases, strict=True):
         assert line.startswith(expected)
@@ -341,3 +220,61 @@ def device_notes() -> list[str | None]:
 def test_an_accelerator_that_is_not_used_is_told(fresh_ranks: FreshRanks) -> None:
     [[nothing, note]] = fresh_ranks.run(1, device_notes)
     assert nothing is None and note.endswith("train.device: cuda uses it")
+
+
+def cannot_meet(settings: str, environment: dict[str, str], joining: float) -> str:
+    from mindspeed_cp.train import world
+
+    world.JOIN_SECONDS = joining
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE")
+    os.environ.update(environment)
+    with (
+        pytest.raises((ConfigError, RuntimeError)) as caught,
+        world.join_ranks(Settings.model_validate_json(settings), environment),
+    ):
+        pass
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+def test_ranks_that_cannot_meet_say_where_in_one_line(fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path) -> None:
+    """A port that is in use, a rank that does not come, a rank 0 that is not there, a name that nobody knows."""
+    import socket
+
+    settings = tiny(
+        corpus, tmp_path, context_parallel_suite__context_parallel_size=2, context_parallel_suite__timeout_seconds=1.0
+    ).model_dump_json()
+    two = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        cases = [
+            (
+                {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])},
+                "ConfigError: MASTER_ADDR = 127.0.0.1 and MASTER_PORT = ",
+            ),
+            (
+                {"RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
+                "PeerError: rank 0 did not meet the other 1 ranks at ",
+            ),
+            (
+                {"RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
+                "PeerError: rank 1 did not meet the other 1 ranks at ",
+            ),
+            (
+                {"RANK": "1", "MASTER_ADDR": "no.such.host.invalid", "MASTER_PORT": "29500"},
+                "PeerError: rank 1 did not meet the other 1 ranks at MASTER_ADDR = no.such.host",
+            ),
+        ]
+        for environment, expected in cases:
+            [line] = fresh_ranks.run(1, cannot_meet, settings, {**two, **environment}, 1.0)
+            assert line.startswith(expected) and "\n" not in line, line
+
+
+def test_rank_that_refuses_ends_the_run_with_its_one_line(
+    corpus: Path, tmp_path: Path, start: Callable[..., Run]
+) -> None:
+    settings = tiny(corpus, tmp_path / "run", model__init_method_std=1e38)
+    code, out, errors = start(*COMMAND, write(settings, tmp_path), "--json").end()
+    assert (code, out) == (1, "")
+    assert len(errors) == 1 and errors[0].startswith("error: step 1: the loss is NaN on rank 0 of 1"), errors
+    assert not (tmp_path / "run" / "checkpoints" / "latest").exists()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import os
-import sys
+from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
+import torch
 
+from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.train.loss_curve import LossCurve, thinned
+from mindspeed_cp.report.run.charts import draw_training_curves
+from mindspeed_cp.train.output import RunWriter, check_tensorboard
 from mindspeed_cp.train.run_files import RunFiles, read_metrics, truncate_metrics, write_text
-from mindspeed_cp.train.tensorboard_writer import TensorBoardWriter, check_tensorboard
+from mindspeed_cp.train.step import StepResult, StepSums
 from tests.train.test_identity import changed
 
 
@@ -27,30 +31,6 @@ def test_metrics_behind_the_resumed_step_are_dropped(tmp_path: Path) -> None:
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
-def test_the_lines_of_a_curve_are_thinned_to_a_bounded_number() -> None:
-    for steps in (0, 1, 7, 8, 9, 1000, 1023):
-        lines = ({"step": step, "loss": 1.0, "lr": 0.1, "grad_norm": 0.5, "tokens": 7} for step in range(1, steps + 1))
-        steps_shown = [line["step"] for line in thinned(lines, points=4)]
-        assert steps_shown[:1] == [1][:steps] and steps_shown[-1:] == [steps][:steps]
-        assert len(steps_shown) <= 8
-        assert len(set(np.diff(steps_shown[:-1]))) <= 1
-
-
-def test_a_picture_that_cannot_be_drawn_is_told_and_ends_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    files = RunFiles(tmp_path)
-    files.loss_png.mkdir()
-    files.metrics.write_text('{"step": 1, "loss": 1.0, "lr": 0.1, "grad_norm": 0.5}\n')
-    curve = LossCurve(files)
-    curve.draw()
-    problem = curve.finish()
-    assert problem is not None and "IsADirectoryError" in problem
-    monkeypatch.setattr(sys, "executable", "true")  # as if it were drawn, which test_training.py sees
-    curve.draw()
-    assert curve.finish() is None, "the next picture is no problem"
-
-
 def test_tensorboard_is_refused_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     check_tensorboard(changed())
@@ -58,18 +38,68 @@ def test_tensorboard_is_refused_where_it_is_missing(monkeypatch: pytest.MonkeyPa
         check_tensorboard(changed(output={"tensorboard": True}))
 
 
+def writer(tmp_path: Path, step: int = 0, **output: Any) -> RunWriter:
+    files = RunFiles(tmp_path)
+    files.create()
+    settings = Settings(output={"folder": str(tmp_path), "progress": "lines", "log_interval": 2, **output})  # type: ignore[arg-type]
+    return RunWriter(files, settings, step, {}, 1, torch.device("cpu"))
+
+
+def result(loss: float, **more: Any) -> StepResult:
+    sums = dict.fromkeys((field.name for field in fields(StepSums)), 1) | {"algorithms": {"ring": 1}, "loss": loss}
+    return StepResult(**{**sums, "grad_norm": math.nan, "lr": 0.1, **more})  # type: ignore[arg-type]
+
+
+def test_steps_are_lines_of_json_and_of_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = writer(tmp_path, loss_png=False)
+    for step in (1, 2, 3):
+        first.step(step, result(math.nan if step == 3 else step / 2, problem="bad" if step == 3 else None), 0.5)
+    first.close()
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert [line["loss"] for line in lines] == [0.5, 1.0, None] and lines[2]["problem"] == "bad"
+    assert lines[0]["tokens_per_s"] == 2.0 and lines[0]["grad_norm"] is None
+    said = capsys.readouterr().out
+    assert "step 1/100  loss 0.5000" in said and "step 2/100" in said and "eta 0:00:" in said
+    assert "step 3: bad; its update was left out" in said and "step 3/100" not in said
+    writer(tmp_path, 1, loss_png=False).close()  # goes back to step 1
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1]
+
+
+def test_run_ends_if_its_folder_is_removed(tmp_path: Path) -> None:
+    made = writer(tmp_path, loss_png=False)
+    made.step(1, result(1.0), 0.5)
+    (tmp_path / "metrics.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl: was removed while the run wrote it"):
+        made.step(2, result(1.0), 0.5)
+
+
+def test_picture_that_fails_is_one_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = writer(tmp_path)
+    made.step(1, result(1.0), 0.5)
+    (tmp_path / "loss.png").mkdir()
+    made.close()
+    said = [line for line in capsys.readouterr().out.splitlines() if "loss.png" in line]
+    assert len(said) == 1 and said[0].startswith(f"{tmp_path / 'loss.png'} is not up to date: ")
+
+
+@pytest.mark.parametrize("title", ["$\\frac$", "x^$", "a$b", "\ud800", "", "x" * 5000])
+def test_title_from_outside_is_drawn_letter_by_letter(tmp_path: Path, title: str) -> None:
+    line = {"step": 1, "loss": 5.0, "lr": 1e-3, "grad_norm": 1.0}
+    draw_training_curves([line, {**line, "step": 2, "grad_norm": None}], tmp_path / "loss.png", title)
+    assert (tmp_path / "loss.png").stat().st_size > 1000
+
+
 @pytest.mark.skipif(find_spec("tensorboard") is None, reason="tensorboard is not installed")
-def test_tensorboard_gets_the_figures_of_every_step(tmp_path: Path) -> None:
+def test_tensorboard_gets_figures_of_every_step(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for first, last in ((0, 4), (2, 3)):  # the second start goes back to step 2
-        writer = TensorBoardWriter(tmp_path, first)
+        made = writer(tmp_path, first, tensorboard=True, loss_png=False)
         for step in range(first + 1, last + 1):
-            writer.step({"step": step, "loss": first + step / 10, "plans": 2, "algorithms": {"ring": 1}})
-        writer.close()
-    events = EventAccumulator(str(tmp_path))
+            made.step(step, result(first + step / 10), 0.5)
+        made.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
-    assert sorted(events.Tags()["scalars"]) == ["loss", "plans"]
     assert [(e.step, round(e.value, 3)) for e in events.Scalars("loss")] == [(1, 0.1), (2, 0.2), (3, 2.3)]
 
 

@@ -17,13 +17,8 @@ from mindspeed_cp.train.run_files import RunFiles
 
 _NOT_MODEL = {"recompute_granularity"}
 _NOT_DATA = {"pool_ranks"}
-_TRAIN = (
-    *("global_batch_size", "lr_decay_style", "lr_warmup_iters"),
-    *("bf16", "seed", "use_distributed_optimizer"),
-)
-#: Settings of the optimizer that may change on resume; older checkpoints list them as part of the identity.
-OPTIMIZER_RATES = ("lr", "min_lr", "weight_decay", "adam_beta1", "adam_beta2", "adam_eps", "clip_grad")
-_LENGTH = {"train_iters", "lr_decay_iters", "max_restarts", "compare"}
+_TRAIN = ("global_batch_size", "lr_decay_style", "lr_warmup_iters", "bf16", "seed", "use_distributed_optimizer")
+_LENGTH = {"train_iters", "lr_decay_iters", "compare"}
 
 
 def identity(settings: Settings) -> dict[str, Any]:
@@ -48,21 +43,16 @@ def identity(settings: Settings) -> dict[str, Any]:
     return values
 
 
-def check_same_run(settings: Settings, saved: dict[str, Any], checkpoint: str, *, knows_contents: bool = False) -> None:
+def check_same_run(settings: Settings, saved: dict[str, Any], checkpoint: str) -> None:
     """Raise ConfigError, naming the settings, unless a checkpoint belongs to these settings.
 
     Args:
         settings: the present settings.
-        saved: the identity that the checkpoint has.
+        saved: the identity that the checkpoint has; data.corpus may have been moved, and its contents are compared.
         checkpoint: its folder.
-        knows_contents: True if it has digests of its corpus, which may then have been moved.
     """
     now = identity(settings)
-    if knows_contents:
-        saved = saved | {"data.corpus": now["data.corpus"]}
-    # An older version that did not know a setting had no other value than the default.
-    saved = {key: value for key, value in _defaults().items() if key in now} | saved
-    saved = {key: value for key, value in saved.items() if key not in {f"train.{rate}" for rate in OPTIMIZER_RATES}}
+    saved = saved | {"data.corpus": now["data.corpus"]}
     different = [key for key in now | saved if now.get(key) != saved.get(key)]
     if not different:
         return
@@ -76,12 +66,6 @@ def check_same_run(settings: Settings, saved: dict[str, Any], checkpoint: str, *
         f"{checkpoint} belongs to other settings: {'; '.join(changes)}; "
         f"resume with the old settings{longer}, or give another output.folder"
     )
-
-
-def _defaults() -> dict[str, Any]:
-    """Return the values that checkpoints of versions without these settings imply."""
-    model = {key: value for key, value in identity(Settings()).items() if key.startswith("model.")}
-    return model | {"data.balance": Settings().data.balance}
 
 
 def changed_settings(before: Mapping[str, Any], settings: Settings) -> list[str]:
