@@ -262,7 +262,7 @@ def test_ranks_that_cannot_meet_say_where_in_one_line(fresh_ranks: FreshRanks, c
             ),
             (
                 {"RANK": "1", "MASTER_ADDR": "no.such.host.invalid", "MASTER_PORT": "29500"},
-                "PeerError: rank 1 did not meet the other 1 ranks at MASTER_ADDR = no.such.host",
+                "ConfigError: MASTER_ADDR = no.such.host.invalid: cannot be found",
             ),
         ]
         for environment, expected in cases:
