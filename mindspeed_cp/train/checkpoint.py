@@ -304,7 +304,9 @@ def _reader(folder: Path) -> dcp.StorageReader:
     if (folder / ".metadata").exists():  # torch's own format
         return dcp.FileSystemReader(folder)
     if not _HAS_SAFETENSORS:
-        raise ConfigError(f"{folder}: holds safetensors, which need torch 2.9 and the package safetensors; install them")
+        raise ConfigError(
+            f"{folder}: holds safetensors, which need torch 2.9 and the package safetensors; install them"
+        )
     return dcp.HuggingFaceStorageReader(str(folder))
 
 

@@ -100,6 +100,7 @@ def test_the_losses_are_those_of_one_rank(
         ),
     ],
 )
+@pytest.mark.thorough
 def test_other_parallelism_beside_the_pool(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, reference: list[dict[str, Any]], more: dict[str, Any]
 ) -> None:
@@ -133,6 +134,7 @@ def test_what_dropout_drops_does_not_depend_on_the_pool(fresh_ranks: FreshRanks,
     assert_same_curve(pool_curve(fresh_ranks, settings, 4, ALL_WAYS), alone, TOLERANCE)
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_of_replicas_resumes_under_the_pool_and_back(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, reference: list[dict[str, Any]]
 ) -> None:
@@ -195,6 +197,7 @@ def test_traces_of_steps_of_both_kinds_have_the_messages_of_their_plans(
         assert np.ptp(pair.predicted.seconds) == pytest.approx(0, abs=1e-12)
 
 
+@pytest.mark.thorough
 def test_traces_of_a_step_on_two_pools_have_the_messages_of_both(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
 ) -> None:
@@ -231,6 +234,7 @@ def test_two_pools_of_eight_ranks(
     assert_same_curve(pool_curve(fresh_ranks, settings, 8, ALL_WAYS), reference, TOLERANCE)
 
 
+@pytest.mark.thorough
 def test_no_rank_holds_more_tokens_than_one_and_a_half_shares(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
 ) -> None:
