@@ -64,9 +64,12 @@ def reference(fresh_ranks: FreshRanks, corpus: Path, tmp_path_factory: pytest.Te
         pytest.param(ALL_WAYS, {"data__pool_ranks": 2}, id="2 pools, 1 and none in turn, 4 replicas of one rank"),
         pytest.param(IN_TURN, CP2, id="in turn, 2 replicas of 2 ranks"),
         pytest.param(ALWAYS, CP2, id="always, 2 replicas of 2 ranks", marks=pytest.mark.thorough),
-        pytest.param(ALWAYS, {"train__use_distributed_optimizer": True}, id="always, 4 replicas of one rank"),
+        pytest.param(
+            ALWAYS, {"train__use_distributed_optimizer": True}, id="always, 4 replicas of one rank",
+            marks=pytest.mark.thorough,
+        ),
     ],
-)
+)  # fmt: skip
 def test_the_losses_are_those_of_one_rank(
     fresh_ranks: FreshRanks,
     corpus: Path,
@@ -183,6 +186,7 @@ def test_ranks_that_choose_otherwise_are_told_before_they_wait_for_each_other(
         ),
     ],
 )
+@pytest.mark.thorough
 def test_traces_of_steps_of_both_kinds_have_the_messages_of_their_plans(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, more: dict[str, Any]
 ) -> None:
