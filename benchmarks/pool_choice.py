@@ -3,9 +3,9 @@
     python -m benchmarks.pool_choice [--ranks 1024 4096] [--replica 8] [--pool-ranks 1024] [--batches 1]
                                      [--lengths wikipedia prolong] [--heads gqa8] [--tokens 4096] [--cluster a800]
 
-What every rank of a training with `data.balance: pool` does for a step, and one rank of each machine with
-`train.planner: node`: the choice, then the plan of its own pool, both under the default bound of tokens on a rank. The
-rows of a step are full, one of each replica; its documents are cut at their ends, in the order in which they are drawn.
+What every rank of a training with `data.balance: pool` does for a step: the choice, then the plan of its own pool, both
+under the default bound of tokens on a rank. The rows of a step are full, one of each replica; its documents are cut at
+their ends, in the order in which they are drawn.
 CPU seconds of one process are measured. Batch i of set s is drawn by default_rng([i, s, 0]), as in benchmarks.scale.
 """
 

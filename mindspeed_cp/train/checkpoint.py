@@ -7,8 +7,8 @@
 A checkpoint exists as a whole or not at all: shards are written and made durable, their digests are taken, the folder
 is renamed, and only then does `latest` name it. A checkpoint of which a file does not have its digest is passed over
 for the one before. Tensors are named and placed as in the whole model, so that any number of ranks can load them.
-Nothing is unpickled; torch before 2.9 has no safetensors storage, and there its own format is used, whose index is a
-pickle.
+Nothing is unpickled; where torch is older than 2.9, or safetensors is not installed, torch's own format is used, whose
+index is a pickle.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +62,8 @@ with megatron_imports():
         apply_factory_merges,
     )
 
-try:
-    from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-except ImportError:  # torch before 2.9
-    HuggingFaceStorageReader = HuggingFaceStorageWriter = None  # type: ignore[assignment, misc]
-
 MANIFEST = "manifest.json"
+_HAS_SAFETENSORS = hasattr(dcp, "HuggingFaceStorageWriter") and find_spec("safetensors") is not None
 # Parts of torch.save's message when a write fails; it does not name the cause.
 _STREAM_ERRORS = ("iostream error", "inline_container", "PytorchStreamWriter")
 _NAME = re.compile(r"iter_(\d{7,})")
@@ -298,19 +295,19 @@ class CheckpointSaver:
 
 
 def _writer(folder: Path) -> dcp.StorageWriter:
-    if HuggingFaceStorageWriter is None:
+    if not _HAS_SAFETENSORS:
         return dcp.FileSystemWriter(folder, single_file_per_rank=True)
-    return HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    return dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
 
 
 def _reader(folder: Path) -> dcp.StorageReader:
-    if (folder / ".metadata").exists():  # of torch before 2.9
+    if (folder / ".metadata").exists():  # torch's own format
         return dcp.FileSystemReader(folder)
-    if HuggingFaceStorageReader is None:
+    if not _HAS_SAFETENSORS:
         raise ConfigError(
-            f"{folder}: was written as safetensors, which torch {torch.__version__} does not load; use 2.9"
+            f"{folder}: holds safetensors, which need torch 2.9 and the package safetensors; install them"
         )
-    return HuggingFaceStorageReader(str(folder))
+    return dcp.HuggingFaceStorageReader(str(folder))
 
 
 def _durable_digests(folder: Path, world: World) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """The ranks of this machine as processes, and how they ended: one line, and an exit code.
 
-Ranks meet through a file in a folder that only this user may enter, and gloo connects them over loopback, so a local run
-listens nowhere else. For ranks on many machines there are torchrun and Slurm. On the CPU ranks are forked after torch
-and Megatron are imported, which takes longer than a short training; on devices each starts anew.
+Ranks meet through a file in a folder that only this user may enter, and gloo connects them over loopback, so a local
+run listens nowhere else. For ranks on many machines there are torchrun and Slurm. On the CPU ranks are forked after
+torch and Megatron are imported, which takes longer than a short training; on devices each starts anew.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -280,6 +282,8 @@ def _meet(
         if store_file is not None:
             store: dist.Store = dist.FileStore(str(store_file), size)
         else:
+            if rank and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+                _wait_for_rank_0(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), joining.total_seconds())
             store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=joining))
             # torchrun may restart ranks over the same store, which still has the addresses of their first attempt.
             store = dist.PrefixStore(f"attempt_{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
@@ -288,6 +292,8 @@ def _meet(
         dist.init_process_group(
             libraries, store=store, rank=rank, world_size=size, timeout=timeout, pg_options=group_options
         )
+    except ConfigError:
+        raise
     except (dist.DistError, RuntimeError, ValueError, OSError) as error:
         text = " ".join(str(error).split())
         if not (isinstance(error, (dist.DistError, OSError)) or is_lost_rank_error(error) or "socket" in text.lower()):
@@ -302,6 +308,27 @@ def _meet(
             f"all started, with the same WORLD_SIZE, and is it the address of rank 0? ({text[:200]})"
         ) from None
     return store
+
+
+def _wait_for_rank_0(name: str, port: int, seconds: float) -> None:
+    """Wait until somebody listens there, as torch does, which prints its stack where nobody comes.
+
+    Raises:
+        ConfigError: nobody knows the name.
+        OSError: nobody listens within so many seconds.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((name, port), max(1.0, deadline - time.monotonic())).close()
+            return
+        except socket.gaierror as error:
+            text = f"MASTER_ADDR = {name}: cannot be found ({error.strerror}); give the address of rank 0 itself"
+            raise ConfigError(text) from None
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
 
 
 def _destroy_groups(kind: type[BaseException] | None, error: BaseException | None, *trace: object) -> None:

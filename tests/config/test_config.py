@@ -89,7 +89,7 @@ def test_there_is_a_settings_file_for_every_algorithm(name: str) -> None:
     settings, quickstart = (load_settings(CONFIGS / f"{file}.yaml") for file in (name, "quickstart"))
     suite = settings.context_parallel_suite
     assert (suite.options.get("layout") if name == "balanced" else suite.algorithm) == name
-    off = {"check_weight_hash_across_dp_replicas_interval": 0, "check_attention_interval": 0}
+    off = {"check_attention_interval": 0}
     train = quickstart.train.model_copy(update={"compare": [], **off})
     assert (settings.model, settings.data, settings.train.model_dump()) == (
         quickstart.model, quickstart.data, train.model_dump(),

@@ -79,6 +79,7 @@ def test_a_rank_whose_attention_is_wrong_is_named(fresh_ranks: FreshRanks, corpu
         ),
     ],
 )  # fmt: skip
+@pytest.mark.thorough
 def test_a_healthy_run_is_not_changed_by_being_checked(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, ranks: int, changes: dict[str, Any]
 ) -> None:

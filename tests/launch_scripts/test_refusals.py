@@ -123,9 +123,9 @@ def test_a_port_that_is_taken_is_refused_on_node_0_only(tmp_path: Path) -> None:
 
 def test_a_log_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    done = run(
-        A2, "--device=cpu", "--ranks-per-node=4", EIGHT, "--master-port", free_port(), f"--log-dir={tmp_path}/file/logs"
-    )
+    nodes = ["--nodes=2", "--node-rank=0", "--master-addr=127.0.0.1", "--master-port", free_port()]
+    words = ["--device=cpu", "--ranks-per-node=2", EIGHT, "--set=context_parallel_suite.nodes=2"]
+    done = run(A2, *words, *nodes, f"--log-dir={tmp_path}/file/logs")
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].startswith(f"error: --log-dir = {tmp_path}/file/logs: must be a folder")
 

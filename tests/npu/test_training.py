@@ -6,13 +6,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from mindspeed_cp.train.checkpoint import read_manifest
 from tests.limits import HANG
 from tests.npu.commands import run_commands
 from tests.ports import free_port
@@ -109,25 +108,14 @@ def assert_same(actual: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> N
 def test_losses_are_those_of_the_cpu(
     ranks: int, settings: tuple[str, ...], corpus: Path, tmp_path: Path, on_the_cpu: list[dict[str, Any]]
 ) -> None:
-    """With fused operators; what all ranks share in a checkpoint lies on the host, for machines that have no NPU."""
+    """With fused operators."""
     assert_same(train(ranks, tmp_path, f"data.corpus={corpus}", "train.device=npu", *settings), on_the_cpu)
-    assert_steps_on_the_host(tmp_path, STEPS)
+    assert adam_steps(tmp_path) == STEPS
 
 
-def tensors(value: Any) -> Iterator[torch.Tensor]:
-    """All tensors in lists and dicts."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    for part in value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ():
-        yield from tensors(part)
-
-
-def assert_steps_on_the_host(folder: Path, last: int) -> None:
-    """What all ranks share in the checkpoint of the last step is on the host, Adam's counter of steps too."""
-    [file] = (folder / "checkpoints").glob(f"*{last}/common.pt")
-    common = torch.load(file, weights_only=False)
-    assert any(x.numel() == 1 and float(x) == last for x in tensors(common))
-    assert {x.device.type for x in tensors(common)} == {"cpu"}
+def adam_steps(folder: Path) -> float:
+    """Adam's counter of steps in the newest checkpoint."""
+    return read_manifest(max((folder / "checkpoints").glob("iter_*")))["adam_steps"]
 
 
 @pytest.mark.thorough  # by default the test above trains with fused operators
@@ -150,10 +138,7 @@ def test_a_run_goes_on_with_and_without_fused_operators(
         choice = "false" if plain else "auto"
         settings = (f"train.device={name}", f"train.fused_operators={choice}", f"train.train_iters={last}")
         lines = train(1, tmp_path, f"data.corpus={corpus}", *settings)
-        log = " ".join((tmp_path / "logs" / "rank0.log").read_text().split())
-        assert ("fused operators: RMSNorm, rotary positions, SwiGLU, AdamW" in log) or device != "npu"
-        assert ("fused operators: none" in log) == bool(plain)
-        assert_steps_on_the_host(tmp_path, last)
+        assert adam_steps(tmp_path) == last
     assert_same(lines, on_the_cpu)
 
 

@@ -78,6 +78,7 @@ def test_replicas_with_other_numbers_of_micro_batches_give_the_same_losses(
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.thorough), 2])
+@pytest.mark.thorough
 def test_one_replica_balances_its_micro_batches_and_gives_the_same_losses(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, reference: list[dict[str, Any]], ranks: int
 ) -> None:

@@ -78,6 +78,7 @@ def test_the_curve_is_that_of_one_rank(
 
 
 @pytest.mark.parametrize("model", [pytest.param("latent", marks=pytest.mark.thorough), "experts"])
+@pytest.mark.thorough
 def test_hierarchical_on_two_supposed_nodes_gives_the_curve_of_one_rank(
     model: str, fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, references: dict[str, list[dict[str, Any]]]
 ) -> None:

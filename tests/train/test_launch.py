@@ -21,7 +21,7 @@ from mindspeed_cp.train.run_files import read_metrics
 from tests.processes import RankError
 from tests.train.fresh_ranks import FreshRanks
 from tests.train.runs import Run, write
-from tests.train.test_training import tiny, train_here
+from tests.train.test_training import tiny
 
 
 @pytest.mark.thorough  # tests/launch_scripts/test_training.py starts ranks by torchrun too
@@ -131,9 +131,3 @@ def test_rank_refuses_corpus_and_folder_in_one_line(fresh_ranks: FreshRanks, cor
     [lines] = fresh_ranks.run(1, refusals, [settings.model_dump_json() for settings, _ in cases])
     for line, (_, expected) in zip(lines, cases, strict=True):
         assert expected in line and "\n" not in line
-
-
-def test_auto_must_be_resolved_before_ranks_train(corpus: Path, tmp_path: Path, fresh_ranks: FreshRanks) -> None:
-    settings = tiny(corpus, tmp_path, context_parallel_suite__algorithm="auto")
-    with pytest.raises(RankError, match="algorithm is 'auto': give"):
-        fresh_ranks.run(1, train_here, settings.model_dump_json())

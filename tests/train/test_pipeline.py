@@ -52,8 +52,7 @@ def assert_equal(lines: list[dict[str, Any]], reference: list[dict[str, Any]]) -
             4, {PP: 2, "train__use_distributed_optimizer": True}, id="pp2-dp2", marks=pytest.mark.thorough
         ),
         pytest.param(
-            2, {PP: 2, "train__check_attention_interval": 1, "context_parallel_suite__verify_plans": True,
-                "train__check_weight_hash_across_dp_replicas_interval": 1},
+            2, {PP: 2, "train__check_attention_interval": 1, "context_parallel_suite__verify_plans": True},
             id="pp2-checks", marks=pytest.mark.thorough,
         ),
     ],

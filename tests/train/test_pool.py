@@ -64,9 +64,12 @@ def reference(fresh_ranks: FreshRanks, corpus: Path, tmp_path_factory: pytest.Te
         pytest.param(ALL_WAYS, {"data__pool_ranks": 2}, id="2 pools, 1 and none in turn, 4 replicas of one rank"),
         pytest.param(IN_TURN, CP2, id="in turn, 2 replicas of 2 ranks"),
         pytest.param(ALWAYS, CP2, id="always, 2 replicas of 2 ranks", marks=pytest.mark.thorough),
-        pytest.param(ALWAYS, {"train__use_distributed_optimizer": True}, id="always, 4 replicas of one rank"),
+        pytest.param(
+            ALWAYS, {"train__use_distributed_optimizer": True}, id="always, 4 replicas of one rank",
+            marks=pytest.mark.thorough,
+        ),
     ],
-)
+)  # fmt: skip
 def test_the_losses_are_those_of_one_rank(
     fresh_ranks: FreshRanks,
     corpus: Path,
@@ -100,6 +103,7 @@ def test_the_losses_are_those_of_one_rank(
         ),
     ],
 )
+@pytest.mark.thorough
 def test_other_parallelism_beside_the_pool(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, reference: list[dict[str, Any]], more: dict[str, Any]
 ) -> None:
@@ -133,6 +137,7 @@ def test_what_dropout_drops_does_not_depend_on_the_pool(fresh_ranks: FreshRanks,
     assert_same_curve(pool_curve(fresh_ranks, settings, 4, ALL_WAYS), alone, TOLERANCE)
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_of_replicas_resumes_under_the_pool_and_back(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, reference: list[dict[str, Any]]
 ) -> None:
@@ -181,6 +186,7 @@ def test_ranks_that_choose_otherwise_are_told_before_they_wait_for_each_other(
         ),
     ],
 )
+@pytest.mark.thorough
 def test_traces_of_steps_of_both_kinds_have_the_messages_of_their_plans(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, more: dict[str, Any]
 ) -> None:
@@ -195,6 +201,7 @@ def test_traces_of_steps_of_both_kinds_have_the_messages_of_their_plans(
         assert np.ptp(pair.predicted.seconds) == pytest.approx(0, abs=1e-12)
 
 
+@pytest.mark.thorough
 def test_traces_of_a_step_on_two_pools_have_the_messages_of_both(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
 ) -> None:
@@ -231,6 +238,7 @@ def test_two_pools_of_eight_ranks(
     assert_same_curve(pool_curve(fresh_ranks, settings, 8, ALL_WAYS), reference, TOLERANCE)
 
 
+@pytest.mark.thorough
 def test_no_rank_holds_more_tokens_than_one_and_a_half_shares(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
 ) -> None:

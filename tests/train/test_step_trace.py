@@ -230,6 +230,7 @@ def test_planned_and_measured_messages_agree_however_the_work_is_split(
     assert ("hidden_states" in kinds) == ("context_parallel_suite__remap" in changes)
 
 
+@pytest.mark.thorough
 def test_tracing_changes_no_number_and_leaves_nothing_where_it_is_off(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, traced: Path
 ) -> None:

@@ -215,6 +215,7 @@ def fails_at_once(settings: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.thorough
 def test_settings_are_those_of_the_last_start_that_finished_a_step(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
 ) -> None:

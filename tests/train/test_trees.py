@@ -128,7 +128,10 @@ MORE_SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("ranks", "changes"),
     [
-        *(pytest.param(*split, id=name) for name, split in SPLITS.items()),
+        *(
+            pytest.param(*split, id=name, marks=() if name == "hierarchical, two nodes" else pytest.mark.thorough)
+            for name, split in SPLITS.items()
+        ),
         *(pytest.param(*split, id=name, marks=pytest.mark.thorough) for name, split in MORE_SPLITS.items()),
     ],
 )
@@ -150,6 +153,7 @@ def test_dropout_does_not_depend_on_replicas(fresh_ranks: FreshRanks, groups: Pa
     assert_same(curve(fresh_ranks, trees(groups, tmp_path / "four", **changes, **CP2), 4), alone, 1e-4)
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_goes_on_exactly(
     fresh_ranks: FreshRanks, groups: Path, tmp_path: Path, reference: list[dict[str, Any]]
 ) -> None:
@@ -162,6 +166,7 @@ def test_a_resumed_run_goes_on_exactly(
     assert (summary["cut_documents"], summary["corpus_documents"]) == (0, 40)
 
 
+@pytest.mark.thorough
 def test_the_configuration_generates_groups(fresh_ranks: FreshRanks, tmp_path: Path) -> None:
     changes = ("data.seq_length=512", "data.rollout_groups=12", "data.rollout_prompt_tokens=[64,128]",
                "data.rollout_answer_tokens=[8,32]", "data.rollout_turns=2", "train.train_iters=2", "train.lr_warmup_iters=1",
