@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.train.checkpoint import MANIFEST, checkpoints_to_resume, read_manifest
+from tests.limits import HANG
 from tests.processes import RankError
 from tests.train.fresh_ranks import FreshRanks
 from tests.train.test_training import curve, tiny, train_here, values
@@ -237,17 +239,33 @@ def test_two_runs_never_share_a_folder(fresh_ranks: FreshRanks, corpus: Path, tm
 
 
 def saves(settings: str) -> dict[str, Any]:
-    """In a rank: train; the tensors of the newest checkpoint."""
+    """In a rank: train; the tensors of the checkpoint of step 2, which is written after step 3 if in the background."""
     from safetensors.torch import load_file
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
+    from mindspeed_cp.train import loop
+
+    parsed, updated = Settings.model_validate_json(settings), threading.Event()
+    run_step, write = loop.run_step, HuggingFaceStorageWriter.write_data
+
+    def counted(training: Any, batches: Any, step: int, *more: Any) -> Any:
+        result = run_step(training, batches, step, *more)
+        if step == 3:
+            updated.set()
+        return result
+
+    def late(self: Any, *arguments: Any) -> Any:
+        assert not parsed.checkpoint.async_save or updated.wait(HANG)
+        return write(self, *arguments)
+
+    loop.run_step, HuggingFaceStorageWriter.write_data = counted, late  # type: ignore[method-assign]
     train_here(settings)
-    checkpoint = max(Path(Settings.model_validate_json(settings).output.folder, "checkpoints").glob("iter_*"))
-    files = sorted(checkpoint.glob("*.safetensors"))
+    files = sorted(Path(parsed.output.folder, "checkpoints", "iter_0000002").glob("*.safetensors"))
     return {f"{path.name}:{name}": tensor.numpy() for path in files for name, tensor in load_file(path).items()}
 
 
 def test_background_saves_same_bits(fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path) -> None:
-    """Of a step whose weights the next steps change while they are written."""
+    """Of a step whose weights the next steps change before they are written."""
     tensors = []
     for name in ("at once", "later"):
         settings = tiny(corpus, tmp_path / name, **COMMON, train__train_iters=4, checkpoint__async_save=name == "later")
