@@ -287,7 +287,7 @@ def _label(page: _Page, plan: Plan, summary: PlanSummary, palette: np.ndarray) -
     )  # fmt: skip
     for step in range(0, summary.steps, max(1, int(np.ceil(0.5 / (page.left_of(1) - page.left))))):
         page.text(page.left_of(step) + page.square / 2, TOP - 0.1, f"step {summary.labels[step]}", 8, ha="center")
-    page.text(page.right + 0.05, TOP - 0.1, "work / mean", 8)
+    page.text(page.right + 0.05, TOP - 0.28, "work / mean", 8)
     work = summary.work.sum(1)
     stride = max(1, int(np.ceil(0.13 / page.pitch)))
     for rank in range(0, plan.ranks, stride):

@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from mindspeed_cp.algorithms import ALGORITHMS, algorithm_options
 from mindspeed_cp.cluster import LayerCost
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
@@ -340,6 +341,8 @@ def _read(step: int, rank: int, path: Path) -> RankTrace:
         ranks, replicas = metadata["ranks"], metadata["replicas"]
         is_rank = ranks % replicas == 0 and rank < ranks and metadata["replica"] == rank // (ranks // replicas)
         _require(is_rank, f"rank {rank} of {ranks} is not in replica {metadata['replica']} of {replicas}")
+        is_plan = [n in ALGORITHMS and set(options) <= set(algorithm_options(n)) for n, options in metadata["plans"]]
+        _require(all(is_plan), f"plans {metadata['plans']} must be algorithms and their options")
         _require(len(metadata["plans"]) == len(_documents(metadata)), "plans and micro-batches differ in number")
         _require(any(event.cat == CATEGORY_STEP for event in events), "no event is of category 'step', the whole step")
     return trace
