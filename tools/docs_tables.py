@@ -16,7 +16,7 @@ from mindspeed_cp.algorithms.registry import with_reduce_dtype
 from mindspeed_cp.config.capabilities import capabilities_md
 from mindspeed_cp.config.reference import reference_yaml
 from mindspeed_cp.device.versions import versions_md
-from mindspeed_cp.report.plan.summary import PlanSummary, summarize_plan
+from mindspeed_cp.report.plan import PlanSummary, summarize_plan
 from tools import cann_table, convert_table, glossary, habit_table, megatron_arguments, mindspeed_table, reliability
 
 ROOT = Path(__file__).parent.parent

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,9 +20,6 @@ from mindspeed_cp.plan import AttentionConfig, Topology
 from mindspeed_cp.simulate.simulator import simulate_plan
 from mindspeed_cp.simulate.timeline import Timeline
 from mindspeed_cp.simulate.waits import waiting_causes
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -143,25 +140,6 @@ class Comparison:
     def named(self, name: str) -> AlgorithmResult | None:
         """Return the result of this name, or None."""
         return next((result for result in self.results if result.name == name), None)
-
-    def plot(self) -> Figure:
-        """Draw what each algorithm's time consists of, and the timelines of the fastest and of the even ring.
-
-        Returns:
-            A figure that belongs to no pyplot window; notebooks show it, and `savefig` writes it.
-
-        Raises:
-            ConfigError: matplotlib is not installed.
-        """
-        from mindspeed_cp.report.notebook import plot_comparison
-
-        return plot_comparison(self)
-
-    def _repr_html_(self) -> str:
-        """Return the comparison as a notebook shows it: one sentence, and the tables of `mindspeed-cp simulate`."""
-        from mindspeed_cp.report.notebook import comparison_html
-
-        return comparison_html(self)
 
     def __repr__(self) -> str:
         times = ", ".join(f"{result.name} {self.ms(result.metrics.seconds)} ms" for result in self.results)

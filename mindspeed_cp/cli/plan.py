@@ -16,7 +16,7 @@ from mindspeed_cp.errors import ConfigError
 if TYPE_CHECKING:
     from mindspeed_cp.config import Settings
     from mindspeed_cp.plan import Plan
-    from mindspeed_cp.report.plan.modelled_time import ModelledTime
+    from mindspeed_cp.report.plan import ModelledTime
     from mindspeed_cp.schema.yaml_file import SettingsFile
 
 MASKS = ("causal", "full")
@@ -76,7 +76,7 @@ def plan(
     from mindspeed_cp.cli.tree_file import read_trees
     from mindspeed_cp.config.derived import rank_attention
     from mindspeed_cp.layout import Documents
-    from mindspeed_cp.report.plan.modelled_time import modelled_time
+    from mindspeed_cp.report.plan import modelled_time
     from mindspeed_cp.schema.yaml_file import with_value
 
     if mask not in MASKS:
@@ -167,8 +167,7 @@ def write_plan(
     as_json: bool,
 ) -> None:
     """Print the tables or the JSON of a plan; prove and draw it if asked to."""
-    from mindspeed_cp.report.plan.summary import summarize_plan
-    from mindspeed_cp.report.plan.tables import plan_tables
+    from mindspeed_cp.report.plan import plan_tables, summarize_plan
 
     if verify:
         from mindspeed_cp.plan import verify_plan
@@ -176,7 +175,7 @@ def write_plan(
         verify_plan(plan)
     summary = summarize_plan(plan, bytes_per_element)
     if png is not None:
-        from mindspeed_cp.report.plan.tile_map import draw_tile_map
+        from mindspeed_cp.report.tile_map import draw_tile_map
 
         draw_tile_map(plan, png, summary)
     if as_json:

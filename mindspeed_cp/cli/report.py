@@ -23,7 +23,6 @@ def report(
     steps: Annotated[
         list[int] | None, typer.Option("--step", help="Only this step; may be repeated.", show_default=False)
     ] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw predicted beside measured.", show_default=False)] = None,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -43,14 +42,9 @@ def report(
         predicted_vs_measured_tables,
     )
 
-    for option, file, suffix in (("--png", png, ".png"), ("--trace", trace, ".json")):
-        if file is not None:  # before anything is read and simulated
-            check_output_path(option, file, [suffix])
+    if trace is not None:  # before anything is read and simulated
+        check_output_path("--trace", trace, [".json"])
     result = compare_with_prediction(run, cluster, steps or ())
-    if png is not None:
-        from mindspeed_cp.report.run.charts import draw_predicted_vs_measured
-
-        draw_predicted_vs_measured(result, png)
     if trace is not None:
         from mindspeed_cp.report.run.predicted_vs_measured import write_comparison_trace
 
@@ -65,7 +59,6 @@ def report(
     print_tables(predicted_vs_measured_tables(result))
     for note in result.notes:
         print(f"note: {note}")
-    for kind, path in (("picture", png), ("trace", trace)):
-        if path is not None:
-            print(f"{kind}: {path}")
+    if trace is not None:
+        print(f"trace: {trace}")
     return 0

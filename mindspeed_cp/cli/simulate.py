@@ -68,12 +68,9 @@ def simulate(
             show_default=False,
         ),
     ] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw timelines, balance, tiles.", show_default=False)] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw timelines on one scale.", show_default=False)] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write timelines for ui.perfetto.dev (JSON).", show_default=False)
-    ] = None,
-    html: Annotated[
-        Path | None, typer.Option(help="Write an interactive page; needs no network.", show_default=False)
     ] = None,
     overrides: Overrides = None,
     choose: Annotated[
@@ -83,20 +80,16 @@ def simulate(
 ) -> int:
     """Compare algorithms on documents and a cluster, before anything runs: modelled time of a layer and its parts.
 
-    mindspeed-cp simulate --lengths wikipedia --cluster a2 --nodes 4 --html out.html
+    mindspeed-cp simulate --lengths wikipedia --cluster a2 --nodes 4 --png out.png
     """
     from mindspeed_cp.choose.compare import compare_algorithms
     from mindspeed_cp.cli.case import SimulateRequest, read_case
     from mindspeed_cp.report.files import check_output_path
-    from mindspeed_cp.report.simulation.tables import conclusion, simulation_dict, simulation_tables
+    from mindspeed_cp.report.simulation import conclusion, simulation_dict, simulation_tables
 
-    for option, file, suffixes in (
-        ("--png", png, [".png"]),
-        ("--trace", trace, [".json"]),
-        ("--html", html, [".html", ".htm"]),
-    ):
+    for option, file, suffix in (("--png", png, ".png"), ("--trace", trace, ".json")):
         if file is not None:
-            check_output_path(option, file, suffixes)
+            check_output_path(option, file, [suffix])
     if show is not None and png is None and trace is None:
         raise ConfigError(f"--show {show}: applies to --png and --trace; give one of them, or leave --show out")
     request = SimulateRequest(
@@ -107,7 +100,7 @@ def simulate(
     decision = _choose(case, candidates) if choose else None
     comparison = compare_algorithms(case, candidates)
     shown = _shown(comparison, show)
-    files = _write(comparison, shown, png, trace, html)
+    files = _write(comparison, shown, png, trace)
     if as_json:
         print(json.dumps({**simulation_dict(comparison), **_choice_as_dict(decision), "files": files}, allow_nan=False))
         return 0
@@ -169,23 +162,18 @@ def _shown(comparison: Comparison, show: str | None) -> list[AlgorithmResult]:
 
 
 def _write(
-    comparison: Comparison, shown: Sequence[AlgorithmResult], png: Path | None, trace: Path | None, html: Path | None
+    comparison: Comparison, shown: Sequence[AlgorithmResult], png: Path | None, trace: Path | None
 ) -> dict[str, str]:
     """Write the requested files; return their paths by kind."""
     files = {}
     if png is not None:
-        from mindspeed_cp.report.simulation.timeline_png import draw_timelines
+        from mindspeed_cp.report.timelines import draw_timelines
 
         files["picture"] = str(draw_timelines(comparison, png, shown))
     if trace is not None:
-        from mindspeed_cp.report.simulation.trace import timeline_recording
-        from mindspeed_cp.report.trace_events import write_trace
+        from mindspeed_cp.report.trace_events import timeline_recording, write_trace
 
         files["trace"] = str(
             write_trace(trace, [timeline_recording(entry.timeline, f"{entry.name}, modelled") for entry in shown])
         )
-    if html is not None:
-        from mindspeed_cp.report.simulation.html_page import write_html
-
-        files["page"] = str(write_html(comparison, html))
     return files

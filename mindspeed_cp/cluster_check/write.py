@@ -14,8 +14,7 @@ from mindspeed_cp.cluster_check.page import page
 from mindspeed_cp.cluster_check.privacy import scrubbed
 from mindspeed_cp.cluster_check.results import CheckResults
 from mindspeed_cp.report.files import write_atomically
-from mindspeed_cp.report.simulation.html_page import page as simulation_page
-from mindspeed_cp.report.simulation.timeline_png import DPI, timeline_figure
+from mindspeed_cp.report.timelines import comparison_figure
 
 ARCHIVE = "cluster-report.tar.gz"
 
@@ -47,7 +46,7 @@ class ReportWriter:
         for name, comparison in comparisons.items():
             if name not in self._pictures:
                 buffer = io.BytesIO()
-                timeline_figure(comparison).savefig(buffer, dpi=DPI, format="png")
+                comparison_figure(comparison).savefig(buffer, format="png")
                 self._pictures[name] = buffer.getvalue()
         self._write("report.html", page(self._clean(results), self._pictures))
         self._write("results.json", json.dumps(self.plain(results), indent=1))
@@ -57,8 +56,6 @@ class ReportWriter:
     def finish(self, results: CheckResults, comparisons: Mapping[str, Comparison]) -> Path:
         """Write everything, and the archive; return its path."""
         self.write(results, comparisons)
-        for name, comparison in comparisons.items():
-            self._write(f"simulated-{name.replace(' ', '-')}.html", simulation_page(comparison))
         path = self._folder / ARCHIVE
 
         def pack(new: Path) -> None:

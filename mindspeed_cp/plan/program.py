@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,9 +25,6 @@ from mindspeed_cp.layout.documents import MAX_TOKENS
 from mindspeed_cp.plan.problem import AttentionConfig, Topology
 from mindspeed_cp.plan.records import TILE, Messages
 from mindspeed_cp.plan.tiles import count_pairs, tiles_between
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 #: Limit of query spans x contents for which tiles are derived in one batch.
 SPANS_PER_BATCH = 2**13
@@ -247,28 +243,6 @@ class Plan:
     def work(self) -> np.ndarray:
         """Return `work_of` for all ranks, int64 [ranks, steps]."""
         return np.stack([self.work_of(rank) for rank in range(self.ranks)])
-
-    def plot(self) -> Figure:
-        """Draw the forward: which rank computes which tile of the attention matrix in which step.
-
-        The colour of a tile is that of the rank that has its keys and values; all squares have one scale, so that
-        coloured area is work. Squares of very many or very small tiles are shaded by their work instead.
-
-        Returns:
-            A figure that belongs to no pyplot window; notebooks show it, and `savefig` writes it.
-
-        Raises:
-            ConfigError: matplotlib is not installed.
-        """
-        from mindspeed_cp.report.notebook import plot_plan
-
-        return plot_plan(self)
-
-    def _repr_html_(self) -> str:
-        """Return the plan as a notebook shows it: what it is about, and what each rank holds, computes and sends."""
-        from mindspeed_cp.report.notebook import plan_html
-
-        return plan_html(self)
 
     def __repr__(self) -> str:
         sent = sum(int(part.forward.fetch.items["rows"].sum()) for part in self.parts_or_self)

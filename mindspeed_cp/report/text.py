@@ -1,4 +1,4 @@
-"""Tables as text cells, their output on a terminal, and numbers as text."""
+"""Tables of text cells, on a terminal and as HTML for notebooks, and numbers and settings as text."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from html import escape
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, TextIO
 
-from mindspeed_cp.errors import shortened
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _COLUMN_GAP = 3  # spaces between columns
 _UNLIMITED_WIDTH = 400
+_HTML_CELL_LIMIT = 400  # characters; a longer text, such as the name of a registered algorithm, loses its end
 
 
 @dataclass(frozen=True)
@@ -44,16 +45,6 @@ class Table:
         if not any(self.columns):
             return 1
         return next((number for number, heading in enumerate(self.columns) if number and heading), len(self.columns))
-
-
-def drawn_text(text: str, limit: int = 300) -> str:
-    """Return a text as matplotlib draws it letter by letter: a `$` begins no formula, and half characters are escaped.
-
-    Args:
-        text: words that may come from outside, such as the name of a folder.
-        limit: characters, of which the middle is left out beyond that.
-    """
-    return shortened(text, limit).encode("utf-8", "backslashreplace").decode().replace("$", r"\$")
 
 
 def format_count(number: float) -> str:
@@ -187,3 +178,35 @@ def _rich_table(table: Table, block: Sequence[int], width: int) -> RichTable:
     for row in table.rows:
         result.add_row(*(row[index] for index in block))
     return result
+
+
+def html_of_tables(tables: Iterable[Table], sentence: str = "") -> str:
+    """Return tables one below the other as HTML without scripts and style sheets, below a sentence; all texts are
+    escaped."""
+    begin = f"<p>{_html_text(sentence)}</p>" if sentence else ""
+    return f"<div>{begin}{''.join(map(_html_of_table, tables))}</div>"
+
+
+def _html_of_table(table: Table) -> str:
+    has_headings = any(table.columns)
+    sides = [
+        "right" if has_headings and column and is_numeric_column(table, column) else "left"
+        for column in range(len(table.columns))
+    ]
+
+    def row(tag: str, cells: Sequence[str]) -> str:
+        texts = [
+            f'<{tag} style="text-align:{side}">{_html_text(cell)}</{tag}>'
+            for cell, side in zip(cells, sides, strict=True)
+        ]
+        return f"<tr>{''.join(texts)}</tr>"
+
+    head = f"<thead>{row('th', table.columns)}</thead>" if has_headings else ""
+    caption = f'<caption style="text-align:left;font-weight:bold">{_html_text(table.title)}</caption>'
+    rows = "".join(row("td", cells) for cells in table.rows)
+    return f'<table style="margin:0.5em 0">{caption}{head}<tbody>{rows}</tbody></table>'
+
+
+def _html_text(text: str) -> str:
+    short = text if len(text) <= _HTML_CELL_LIMIT else f"{text[: _HTML_CELL_LIMIT - 3]}..."
+    return escape(short.encode("utf-8", "backslashreplace").decode())

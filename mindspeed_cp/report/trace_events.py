@@ -1,8 +1,8 @@
 """Traces for ui.perfetto.dev and chrome://tracing: what every rank computes, sends and receives, and when.
 
-A trace is a list of events, of a simulated layer (:mod:`mindspeed_cp.report.simulation.trace`) or of a real step. In
-the file a rank is a process, and "compute", "send" and "receive" are threads of it. Viewers draw overlapping events of
-one thread wrongly, so they get threads of their own: "receive", "receive 2".
+A trace is a list of events, of a simulated layer (:func:`timeline_recording`) or of a real step. In the file a rank is
+a process, and "compute", "send" and "receive" are threads of it. Viewers draw overlapping events of one thread wrongly,
+so they get threads of their own: "receive", "receive 2".
 
 The format is the JSON object format of Chrome's trace events: complete events ("ph": "X") with times in microseconds,
 and metadata ("ph": "M") that names processes and threads.
@@ -16,7 +16,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from mindspeed_cp.plan.program import DIRECTIONS
+from mindspeed_cp.plan.tiles import count_pairs
+from mindspeed_cp.plan.transfers import KINDS, steps_of_parts
 from mindspeed_cp.report.files import write_atomically
+from mindspeed_cp.report.timelines import ranks_to_draw
+from mindspeed_cp.simulate.timeline import Timeline
+from mindspeed_cp.simulate.waits import MESSAGE_KIND_NAMES, is_internode, wait_records
 
 #: Threads of a rank from top to bottom; other threads come below.
 THREAD_ORDER = ("compute", "send", "receive")
@@ -26,6 +34,16 @@ THREAD_ORDER = ("compute", "send", "receive")
 PROCESS_STRIDE = 100_000
 
 NANOSECONDS = 1e9
+
+#: Largest number of ranks, and of steps of all ranks in both directions, that are recorded; some ranks stand for the
+#: others.
+RECORDED_RANK_LIMIT, RECORDED_STEP_LIMIT = 64, 12_000
+
+#: Largest number of key spans of the recorded ranks, in both directions, beyond which their tiles are not counted.
+COUNTED_SPAN_LIMIT = 2**19
+
+#: Number of documents that an event lists, those with most work first.
+LISTED_DOCUMENTS = 4
 
 
 class TraceEvent(NamedTuple):
@@ -140,3 +158,139 @@ def _complete(process: int, thread: int, begin: int, end: int, event: TraceEvent
 
 def _named(what: str, process: int, thread: int, **details: Any) -> dict[str, Any]:
     return {"ph": "M", "pid": process, "tid": thread, "name": what, "args": details}
+
+
+def timeline_recording(timeline: Timeline, name: str) -> Recording:
+    """Return the recording of a simulated layer.
+
+    Args:
+        timeline: result of :func:`mindspeed_cp.simulate_plan`.
+        name: name of the recording.
+    """
+    steps = timeline.steps_forward.shape[1] + timeline.steps_backward.shape[1]
+    shown = ranks_to_draw(timeline, min(RECORDED_RANK_LIMIT, max(4, RECORDED_STEP_LIMIT // steps)))
+    events: list[TraceEvent] = []
+    for direction in DIRECTIONS:
+        events += _kernels(timeline, direction, shown)
+        events += _waits(timeline, direction, shown)
+        for thread, end in (("send", "src"), ("receive", "dst")):
+            events += _messages(timeline, direction, shown, thread, end)
+    events += _rest(timeline, shown)
+    metadata = {
+        "modelled": True,
+        "layer_seconds": timeline.total,
+        "ranks": timeline.ranks,
+        "ranks_shown": len(shown),
+        "cluster": timeline.cluster.name,
+    }
+    return Recording(name, events, metadata)
+
+
+def _kernels(timeline: Timeline, direction: str, ranks: Sequence[int]) -> Iterator[TraceEvent]:
+    """Yield the kernels of each step, with the posting of messages before them."""
+    plan, edge = timeline.plan, timeline.edge_steps
+    names = [f"{part}.{step}" if plan.parts else str(step) for part, step in plan.step_order(direction)]
+    is_attention = timeline.is_attention(direction)
+    programs = [getattr(part, direction) for part in plan.parts_or_self]
+    spans = sum(int(program.contents["count"].sum()) for program in programs) * len(ranks) / timeline.ranks
+    for rank in ranks:
+        work = _work_of_steps(timeline, direction, rank) if spans <= COUNTED_SPAN_LIMIT else {}
+        for step, (start, computed, _) in enumerate(timeline.steps(direction)[rank].tolist()):
+            details: dict[str, Any] = {"step": step}
+            if computed <= start:
+                continue
+            if not is_attention[step]:
+                details["tokens"] = int(plan.layout.token_counts[rank])
+                what, category = "projections", "linear"
+            elif 0 <= step - edge < len(names):
+                details |= {"plan_step": names[step - edge], **work.get(step, {})}
+                what, category = "attention", "attention"
+            else:
+                what, category = "posts messages", "attention"
+            yield TraceEvent(rank, "compute", f"{what} {direction}", start, computed - start, category, details)
+
+
+def _work_of_steps(timeline: Timeline, direction: str, rank: int) -> dict[int, dict[str, Any]]:
+    """Return the number of tiles, pairs and documents of each step of a rank in which it computes attention."""
+    plan, work = timeline.plan, {}
+    for part, steps in zip(plan.parts_or_self, steps_of_parts(plan, direction), strict=True):
+        tiles = getattr(part, direction).tiles(rank)
+        pairs, heads = count_pairs(tiles, plan.attention), part.q_layout_compute.head_counts(plan.attention.heads)[rank]
+        for step in np.unique(tiles["step"]).tolist():
+            chosen = tiles["step"] == step
+            by_document = np.bincount(tiles["doc"][chosen], pairs[chosen])
+            largest = np.argsort(-by_document, kind="stable")[:LISTED_DOCUMENTS]
+            work[int(steps[step])] = {
+                "tiles": int(chosen.sum()),
+                "pairs": int(pairs[chosen].sum()),
+                "heads": int(heads),
+                "documents_in_all": int(np.count_nonzero(by_document)),
+                "documents": largest[by_document[largest] > 0].tolist(),
+            }
+    return work
+
+
+def _waits(timeline: Timeline, direction: str, ranks: Sequence[int]) -> Iterator[TraceEvent]:
+    """Yield the waits for messages that are due, each with the message that arrives last."""
+    sent, waits = timeline.transfers(direction), wait_records(timeline, direction)
+    far = is_internode(sent, timeline.cluster)
+    for wait in waits[np.isin(waits["rank"], ranks)]:
+        message = sent[wait["message"]]
+        details = {
+            "step": int(wait["step"]),
+            "for": MESSAGE_KIND_NAMES[int(message["kind"])],
+            "src": int(message["src"]),
+            "dst": int(message["dst"]),
+            "bytes": int(message["bytes"]),
+            "between": "nodes" if far[wait["message"]] else "ranks of a node",
+        }
+        begin, end = float(wait["begin"]), float(wait["end"])
+        name = f"waits for {details['for']}"
+        yield TraceEvent(int(wait["rank"]), "compute", name, begin, end - begin, "wait", details)
+
+
+def _messages(timeline: Timeline, direction: str, ranks: Sequence[int], thread: str, end: str) -> Iterator[TraceEvent]:
+    """Yield what ranks send, or receive; messages of one kind and part that are posted together are one event.
+
+    Args:
+        timeline: a simulated layer.
+        direction: "forward" or "backward".
+        ranks: ranks whose messages are events.
+        thread: "send" or "receive".
+        end: end of a message at which its event stands, "src" or "dst".
+    """
+    sent, peer = timeline.transfers(direction), "dst" if end == "src" else "src"
+    sent = sent[np.isin(sent[end], ranks)]
+    far = is_internode(sent, timeline.cluster)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    keys = np.stack([sent[end], sent["start"], sent["kind"], sent["part"], far], 1).astype(np.int64)
+    for number, key in enumerate(keys.tolist()):
+        groups.setdefault(tuple(key), []).append(number)
+    for (rank, step, kind_number, _, is_far), numbers in groups.items():
+        messages = sent[numbers]
+        messages = messages[np.argsort(-messages["bytes"], kind="stable")]
+        kind, peers = KINDS[kind_number], messages[peer].tolist()
+        details = {
+            "kind": kind,
+            "bytes": int(messages["bytes"].sum()),
+            "src": rank if end == "src" else peers,
+            "dst": rank if end == "dst" else peers,
+            "between": "nodes" if is_far else "ranks of a node",
+            "posted_in_step": step,
+            "due_in_step": int(messages["done"].min()),
+        }
+        begin, until = float(messages["begin"].min()), float(messages["end"].max())
+        yield TraceEvent(rank, thread, f"{kind} {direction}", begin, until - begin, kind, details)
+
+
+def _rest(timeline: Timeline, ranks: Sequence[int]) -> Iterator[TraceEvent]:
+    """Yield the linear layers between the two directions, and the wait for the slowest rank at the end."""
+    tokens, ends = timeline.plan.batch_layout.token_counts, timeline.steps_backward[:, -1, 2]
+    for rank in ranks:
+        begin, end = float(timeline.steps_forward[rank, -1, 2]), float(timeline.steps_backward[rank, 0, 0])
+        details: dict[str, Any] = {"tokens": int(tokens[rank])}
+        yield TraceEvent(rank, "compute", "linear layers, forward and backward", begin, end - begin, "linear", details)
+        late = timeline.total - float(ends[rank])
+        if late > 0:
+            details = {"for": f"rank {int(ends.argmax())}, the last one"}
+            yield TraceEvent(rank, "compute", "waits for the slowest rank", float(ends[rank]), late, "late", details)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,9 +13,6 @@ from mindspeed_cp.plan.program import Plan
 from mindspeed_cp.plan.transfers import TRANSFER, edge_steps, step_count
 from mindspeed_cp.simulate.memory import attention_peak_bytes
 from mindspeed_cp.simulate.posting import posting_seconds
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 #: A transfer of a timeline: a TRANSFER record and the seconds `begin` and `end` between which it is under way.
 TIMED_TRANSFER = np.dtype([*TRANSFER.descr, ("begin", np.float64), ("end", np.float64)])
@@ -127,28 +122,6 @@ class Timeline:
         """Bytes that each rank sends in both directions, fp64 [ranks]."""
         transfers = np.concatenate([self.transfers_forward, self.transfers_backward])
         return np.bincount(transfers["src"], transfers["bytes"], self.ranks)
-
-    def plot(self, ranks: Sequence[int] | None = None) -> Figure:
-        """Draw a row for each rank: when it computes, when it waits, and when messages reach it; times in ms.
-
-        Args:
-            ranks: ranks to draw; default: all, of too many the busiest, the one that waits longest and others.
-
-        Returns:
-            A figure that belongs to no pyplot window; notebooks show it, and `savefig` writes it.
-
-        Raises:
-            ConfigError: matplotlib is not installed, or `ranks` is empty or names a rank that does not exist.
-        """
-        from mindspeed_cp.report.notebook import plot_timeline
-
-        return plot_timeline(self, ranks)
-
-    def _repr_html_(self) -> str:
-        """Return the simulation as a notebook shows it: modelled times of the layer and of each rank, in ms."""
-        from mindspeed_cp.report.notebook import timeline_html
-
-        return timeline_html(self)
 
     def __repr__(self) -> str:
         return (

@@ -28,7 +28,7 @@ from mindspeed_cp.layout import contiguous, zigzag
 from mindspeed_cp.plan import Messages
 from mindspeed_cp.plan.program import Program
 from mindspeed_cp.plan.records import CONTENT
-from mindspeed_cp.report.plan.tile_map import draw_tile_map
+from mindspeed_cp.report.tile_map import draw_tile_map
 
 
 def build_whole(documents: Documents, kv_documents: Documents, topology: Topology, attention: AttentionConfig, *,

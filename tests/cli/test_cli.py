@@ -17,7 +17,7 @@ from mindspeed_cp.cli.lengths import read_numbers
 from mindspeed_cp.cli.main import run
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import peak_bytes, traffic
-from mindspeed_cp.report.plan.summary import summarize_plan
+from mindspeed_cp.report.plan import summarize_plan
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +34,7 @@ def failure(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 
 def test_plan_prints_layout_tiles_and_balance(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "--lengths", "5000,37,1200", "--cp", "4"]) == 0
     text = capsys.readouterr().out
-    for part in ("Plan", "6,237", "Ranks", "Tiles per step", "step 3", "imbalance of attention"):
+    for part in ("Plan", "6,237", "Ranks", "Work per step", "step 3", "imbalance of attention"):
         assert part in text
 
 

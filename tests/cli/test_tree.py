@@ -6,16 +6,14 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
 from mindspeed_cp.cli.main import run
 from mindspeed_cp.cli.tree_file import read_trees
-from mindspeed_cp.report.notebook import plan_html
-from mindspeed_cp.report.plan.tile_map_content import mask_outlines, tile_polygons
-from mindspeed_cp.report.polygons import polygon_area
-from mindspeed_cp.report.simulation.details import ComputedTiles
-from mindspeed_cp.report.simulation.trace import tile_description
+from mindspeed_cp.report.notebook import show
+from mindspeed_cp.report.tile_map import computed_squares, visible
 from tests.cli.test_cli import failure
 
 LINES = '{"lengths": [1300, 700, 100, 900], "parents": [-1, 0, 0, 2]}\n\n{"trajectories": [[5, 6, 7], [5, 6, 8, 9]]}\n'
@@ -51,20 +49,11 @@ def test_the_table_and_the_picture_show_trees(
 def test_the_picture_has_all_that_is_computed(window: tuple[int, int] | None) -> None:
     documents = Documents([300, 120, 80, 200], [-1, 0, 0, 2], [(20, 90), (310, 400)])
     plan = build_plan(documents, Topology(1, 3), AttentionConfig(1, window=window), "ring")
-    drawn = sum(polygon_area(tile.corners) for rank in range(3) for tile in tile_polygons(plan, rank))
-    assert drawn == pytest.approx(plan.work().sum(), rel=0.02)
-    outlines = list(mask_outlines(plan))
-    assert len(outlines) >= 4 + 4 + 2 and all(len(corners) >= 3 for corners in outlines)
-    assert "trees" in plan_html(plan) and "2, of 160 tokens that see both ways" in plan_html(plan)
-
-
-def test_tiles_in_words_count_along_the_path() -> None:
-    documents = Documents([30, 10, 20], [-1, 0, 0])
-    plan = build_plan(documents, Topology(1, 1), AttentionConfig(1), "ring")
-    tiles = ComputedTiles(plan, "forward", [0]).tiles
-    words = {tile_description(tile) for tile in tiles}
-    assert "documents 1-2: 30 queries x keys 0-29: 900 pairs" in words
-    assert "document 2: queries 30-49 x keys 30-49: 210 pairs" in words
+    tokens = np.arange(documents.tokens)
+    seen = visible(plan, tokens, tokens)
+    drawn = sum((computed_squares(plan, rank, tokens, tokens, seen) >= 0).sum() for rank in range(3))
+    assert drawn == seen.sum() == plan.work().sum()
+    assert "trees" in show(plan).html and "2, of 160 tokens that see both ways" in show(plan).html
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,15 @@ import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 
-import numpy as np
 import pytest
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, build_plan
 from mindspeed_cp.algorithms import ALGORITHMS
-from mindspeed_cp.cluster import load_cluster
-from mindspeed_cp.report.notebook import pairs_of_ranks
+from mindspeed_cp.choose import Candidate, SimulationCase, compare_algorithms
+from mindspeed_cp.choose.compare import Comparison
+from mindspeed_cp.cluster import LayerCost, load_cluster
+from mindspeed_cp.report.notebook import draw, show
+from mindspeed_cp.report.simulation import conclusion
 from mindspeed_cp.simulate import simulate_plan
 
 DOCUMENTS, ATTENTION = Documents([700, 3, 0, 90, 41]), AttentionConfig(4, 2, 16)
@@ -46,50 +48,62 @@ class Cells(HTMLParser):
             self.rows[-1][-1] += data
 
 
+def comparison() -> Comparison:
+    layer = LayerCost.for_attention(ATTENTION)
+    case = SimulationCase((DOCUMENTS,), Topology(2, 2, "a2"), ATTENTION, load_cluster("a2").with_ranks(2), layer)
+    return compare_algorithms(case, [Candidate("direct")])
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_plan_shows_rows_and_pairs_of_its_ranks(algorithm: str) -> None:
+def test_a_plan_shows_the_rows_of_its_ranks(algorithm: str) -> None:
     plan = build_plan(DOCUMENTS, Topology(2, 2), ATTENTION, algorithm)
-    assert (pairs_of_ranks(plan) == plan.work().sum(1)).all()
-    rows = Cells(plan._repr_html_()).rows
-    assert ["algorithm", plan.algorithm] == [text.split(",")[0] for text in rows[0]]
-    ranks = {row[0]: row[1:] for row in rows if len(row) == 6}
-    counts = [int(ranks[str(rank)][0].replace(",", "")) for rank in range(4)]
+    rows = Cells(show(plan).html).rows
+    assert rows[0] == ["algorithm", plan.algorithm]
+    heading = next(row for row in rows if row[0] == "rank")
+    ranks = {row[0]: row for row in rows if len(row) == len(heading)}
+    counts = [int(ranks[str(rank)][heading.index("tokens")].replace(",", "")) for rank in range(4)]
     assert counts == plan.layout.token_counts.tolist()
 
 
 def test_ranks_without_rows_many_ranks_and_hostile_names() -> None:
-    assert Cells(build_plan(Documents([1]), Topology(1, 3), ATTENTION, "ring")._repr_html_()).rows
-    large = build_plan(Documents([4096] * 8), Topology(8, 8), ATTENTION, "direct")._repr_html_()
-    assert len(large) < 20_000 and "of 64)" in large
+    assert Cells(show(build_plan(Documents([1]), Topology(1, 3), ATTENTION, "ring")).html).rows
+    large = show(build_plan(Documents([4096] * 8), Topology(8, 16), ATTENTION, "direct")).html
+    assert len(large) < 20_000 and "of 128)" in large
     hostile = replace(build_plan(DOCUMENTS, Topology(1, 2), ATTENTION, "ring"), algorithm="<script>alert(1)</script>")
-    assert "<script>" not in hostile._repr_html_() and "&lt;script&gt;" in hostile._repr_html_()
+    assert "<script>" not in show(hostile).html and "&lt;script&gt;" in show(hostile).html
 
 
 def test_a_simulation_shows_its_times() -> None:
     timeline = simulate_plan(build_plan(DOCUMENTS, Topology(2, 2), ATTENTION, "ring"), load_cluster("a2"))
-    text = timeline._repr_html_()
+    text = show(timeline).html
     assert Cells(text).rows[0] == ["algorithm", "ring"]
     assert f"{timeline.total * 1e3:,.4g} ms" in text and "modelled, not measured" in text
-    assert f"{timeline.imbalance:.3f}" in text and "ms modelled" in repr(timeline)
+    assert f"{timeline.imbalance:.3f}" in text and "ms modelled" in repr(show(timeline))
 
 
-def test_figures_belong_to_no_window() -> None:
-    from matplotlib.figure import Figure
+def test_a_comparison_shows_its_conclusion_and_its_tables() -> None:
+    compared = comparison()
+    text = show(compared).html
+    assert {"ring", "direct"} <= {row[0] for row in Cells(text).rows} and conclusion(compared) in text
 
+
+def test_pictures_are_png_files_and_ranks_are_those_of_a_simulation() -> None:
     plan = build_plan(DOCUMENTS, Topology(2, 2), ATTENTION, "hierarchical")
     timeline = simulate_plan(plan, load_cluster("a2"))
-    for figure in (plan.plot(), timeline.plot(), timeline.plot(ranks=[3, 0])):
-        assert isinstance(figure, Figure) and figure.axes
-        figure.canvas.draw()
-        assert np.asarray(figure.canvas.buffer_rgba()).std() > 0
-    with pytest.raises(ConfigError, match=r"ranks of plot\(\) is or contains 4; valid: numbers from 0 to 3"):
-        timeline.plot(ranks=[4])
+    for picture in (draw(plan), draw(timeline), draw(timeline, ranks=[3, 0]), draw(comparison())):
+        assert picture._repr_png_().startswith(b"\x89PNG") and picture.figure.axes
+    for ranks, value in (([4], "4"), ([], "empty")):
+        with pytest.raises(ConfigError, match=f"ranks to draw: is or contains {value}; valid: numbers from 0 to 3"):
+            draw(timeline, ranks=ranks)
+    with pytest.raises(ConfigError, match=r"ranks to draw: is \[0\] for a Plan; valid: None"):
+        draw(plan, ranks=[0])
 
 
 def test_drawing_tools_are_imported_when_something_is_drawn() -> None:
     program = (
-        "import sys; from mindspeed_cp import *; p = build_plan(Documents([9]), Topology(1, 2), AttentionConfig(2));"
-        "p._repr_html_(); assert 'matplotlib' not in sys.modules; p.plot(); assert 'matplotlib' in sys.modules;"
+        "import sys; from mindspeed_cp import *; from mindspeed_cp.report.notebook import draw, show;"
+        "p = build_plan(Documents([9]), Topology(1, 2), AttentionConfig(2)); show(p);"
+        "assert 'matplotlib' not in sys.modules; draw(p); assert 'matplotlib' in sys.modules;"
         "assert 'matplotlib.pyplot' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

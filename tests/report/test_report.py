@@ -9,8 +9,7 @@ import pytest
 from mindspeed_cp import AttentionConfig, Documents, Plan, Topology, build_plan
 from mindspeed_cp.algorithms import ALGORITHMS
 from mindspeed_cp.plan import peak_bytes, traffic
-from mindspeed_cp.report.plan.summary import summarize_plan
-from mindspeed_cp.report.plan.tables import TABLE_RANK_LIMIT, plan_tables
+from mindspeed_cp.report.plan import TABLE_RANK_LIMIT, plan_tables, summarize_plan
 from mindspeed_cp.report.text import format_bytes, format_count
 from tests.plan.parts import mixed_plan
 
@@ -82,10 +81,10 @@ def test_an_empty_batch_has_tables_too() -> None:
 
 def test_tables_have_a_row_for_each_rank_or_the_extremes() -> None:
     for ranks, rows in ((5, 5), (TABLE_RANK_LIMIT + 4, 8)):
-        _, holdings, tiles, work = plan_tables(summarize_plan(plan_of([4000, 99], ranks)))
-        for table in (holdings, tiles, work):
+        _, holdings, work = plan_tables(summarize_plan(plan_of([4000, 99], ranks)))
+        for table in (holdings, work):
             assert len(table.rows) == rows and all(len(row) == len(table.columns) for row in table.rows)
-        assert len(tiles.columns) <= 20
+        assert len(work.columns) <= 20
 
 
 def test_counts_read_well() -> None:
@@ -115,7 +114,7 @@ def test_parts_are_told_apart_and_summed() -> None:
         ("head_split", "2", "52"),
     ]
     assert [row[5] for row in parts.rows] == ["all", "split", "split"]
-    assert tables["Tiles"].columns[1:5] == ("step 0.0", "step 1.0", "step 2.0", "step 0.1")
+    assert tables["Work"].columns[1:5] == ("step 0.0", "step 1.0", "step 2.0", "step 0.1")
     told = summary.as_dict()
     assert told["step_labels"] == list(summary.labels) and [part["tokens"] for part in told["parts"]] == [179, 63, 52]
     assert "parts" not in summarize_plan(plan.parts[0]).as_dict()

@@ -15,9 +15,16 @@ import pytest
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, build_plan
 from mindspeed_cp.algorithms import ALGORITHMS
 from mindspeed_cp.cluster import load_cluster
-from mindspeed_cp.report.simulation import trace as recorded
-from mindspeed_cp.report.simulation.trace import ranks_to_draw, ranks_with_details, timeline_recording
-from mindspeed_cp.report.trace_events import PROCESS_STRIDE, Recording, TraceEvent, trace_events, write_trace
+from mindspeed_cp.report import trace_events as recorded
+from mindspeed_cp.report.timelines import ranks_to_draw
+from mindspeed_cp.report.trace_events import (
+    PROCESS_STRIDE,
+    Recording,
+    TraceEvent,
+    timeline_recording,
+    trace_events,
+    write_trace,
+)
 from mindspeed_cp.simulate.simulator import simulate_plan
 from mindspeed_cp.simulate.timeline import Timeline
 
@@ -93,11 +100,11 @@ def test_bars_say_what_they_are_of() -> None:
     events = timeline_recording(timeline, "ring").events
     kernels = [event for event in events if event.category == "attention" and event.name.endswith("forward")]
     assert sum(event.details["pairs"] for event in kernels) == timeline.plan.work().sum() / 6
-    assert all(event.details["documents"][0] == 3 and event.details["heads"] == [6] for event in kernels)
-    assert all("document 3: queries" in event.details["largest_tiles"][0] for event in kernels)
+    assert all(event.details["documents"][0] == 3 and event.details["heads"] == 6 for event in kernels)
+    tiles = sum(len(timeline.plan.forward.tiles(rank)) for rank in range(6))
+    assert sum(event.details["tiles"] for event in kernels) == tiles
     message = next(event for event in events if event.thread == "receive" and event.rank == 3)
     assert message.details["src"] == [2] and message.details["between"] == "nodes" and message.details["kind"] == "keys"
-    assert message.details["documents"][0] == 3 and message.details["documents_in_all"] == 5
     wait = next(event for event in events if event.category == "wait")
     assert {"for", "src", "dst", "bytes", "between"} <= set(wait.details)
 
@@ -132,25 +139,38 @@ def test_events_of_any_origin_are_written_and_overlaps_get_tracks() -> None:
 
 def test_of_very_many_ranks_some_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     timeline = timeline_of("ring")
-    monkeypatch.setattr(recorded, "DRAWN_RANK_LIMIT", 4)
-    shown = ranks_to_draw(timeline)
+    monkeypatch.setattr(recorded, "RECORDED_RANK_LIMIT", 4)
+    shown = ranks_to_draw(timeline, 4)
     assert len(shown) <= 4 and int(timeline.waiting.argmax()) in shown
     assert int((timeline.compute + timeline.linear).argmax()) in shown
     assert {event.rank for event in timeline_recording(timeline, "ring").events} == set(shown)
 
 
-def test_in_very_large_plans_the_tiles_of_some_ranks_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_very_large_plans_tiles_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     timeline = timeline_of("ring")
-    assert ranks_with_details(timeline, range(6)) == list(range(6))
     whole = timeline_recording(timeline, "ring")
-    contents = sum(int(getattr(timeline.plan, way).contents["count"].sum()) for way in ("forward", "backward"))
-    monkeypatch.setattr(recorded, "DRAWN_SPANS", (contents + 1) // 2)
-    told = ranks_with_details(timeline, range(6))
-    assert told == [0, 2, 5]
+    monkeypatch.setattr(recorded, "COUNTED_SPAN_LIMIT", 1)
     recording = timeline_recording(timeline, "ring")
     assert [event[:6] for event in recording.events] == [event[:6] for event in whole.events]
-    for event, before in zip(recording.events, whole.events, strict=True):
-        assert (event.details == before.details) == (event.rank in told or "documents" not in before.details)
+    assert any("tiles" in event.details for event in whole.events)
+    assert not any("tiles" in event.details for event in recording.events)
+
+
+@pytest.mark.parametrize("end", ["src", "dst"])
+@pytest.mark.parametrize("algorithm", ["ulysses", "hierarchical", "all_gather"])
+def test_an_event_has_all_messages_of_a_rank_posted_together(algorithm: str, end: str) -> None:
+    timeline = timeline_of(algorithm)
+    sent = np.concatenate([timeline.transfers_forward, timeline.transfers_backward])
+    thread, peer = ("send", "dst") if end == "src" else ("receive", "src")
+    events = [event for event in timeline_recording(timeline, "x").events if event.thread == thread]
+    assert len(events) < len(sent)
+    for rank in range(6):
+        own = sent[sent[end] == rank]
+        details = [event.details for event in events if event.rank == rank]
+        assert sum(message["bytes"] for message in details) == own["bytes"].sum()
+        assert sorted(r for message in details for r in message[peer]) == sorted(own[peer].tolist())
+    assert min(event.start for event in events) == sent["begin"].min()
+    assert max(event.start + event.seconds for event in events) == pytest.approx(sent["end"].max())
 
 
 def test_a_trace_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

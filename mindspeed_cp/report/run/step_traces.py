@@ -13,21 +13,24 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeAlias
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from mindspeed_cp.algorithms import ALGORITHMS, algorithm_options
 from mindspeed_cp.cluster import LayerCost
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
-from mindspeed_cp.plan import AttentionConfig, Topology
-from mindspeed_cp.report.run.step_trace_schema import damaged_file_error, read_trace_file
+from mindspeed_cp.plan import RANK_LIMIT, AttentionConfig, Topology
 from mindspeed_cp.report.trace_events import Recording, TraceEvent, trace_events
+from mindspeed_cp.schema.base import SETTING_LIMIT
 
 TRACE_FOLDER = "trace"
 NAME = "measured"
@@ -42,6 +45,72 @@ CATEGORY_RANK_SYNC, CATEGORY_BATCH, CATEGORY_OPTIMIZER, CATEGORY_STEP = "ranks",
 _OF_RANK = ("rank", "cp_rank", "replica", "seconds", "documents", "parents", "plans")
 
 _FILE = re.compile(r"step-(\d+)-rank-(\d+)\.json")
+
+#: A number of bytes, messages or microseconds: sums of them stay finite.
+Amount: TypeAlias = Annotated[float, Field(ge=0, le=1e18)]
+Count: TypeAlias = Annotated[int, Field(ge=0, le=SETTING_LIMIT)]
+RankCount: TypeAlias = Annotated[int, Field(ge=1, le=RANK_LIMIT)]
+
+
+class _Schema(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+class TraceMetadata(_Schema):
+    """Metadata of a rank's file; `layers` has the number of the attention, FLOPs of a token, hidden size, and FLOPs of
+    the projections before and after attention."""
+
+    version: Literal[2]
+    step: Annotated[Count, Field(ge=1)]
+    first_of_start: bool
+    rank: Count
+    ranks: RankCount
+    replica: Count
+    replicas: RankCount
+    pool: tuple[RankCount, RankCount] | None = None
+    device: str
+    documents: Annotated[list[list[int]], Field(min_length=1)]
+    parents: list[list[int] | None] | None = None
+    plans: Annotated[list[tuple[str, dict[str, bool | int | str]]], Field(min_length=1)]
+    attentions: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    layers: Annotated[list[tuple[Count, Amount, Count, Amount, Amount]], Field(min_length=1)]
+    bytes_per_element: Literal[2, 4]
+    gradient_bytes: Amount
+    settings: dict[str, Any]
+
+
+class _Message(_Schema):
+    """Details of an event; those of a message that is sent have all three."""
+
+    sends: bool = False
+    bytes: Amount = 0
+    messages: Amount = 0
+
+
+class _Event(_Schema):
+    ph: Literal["X"]
+    tid: Count
+    name: str
+    cat: str
+    ts: Annotated[float, Field(ge=-1e18, le=1e18)]
+    dur: Amount
+    args: _Message
+
+
+class _Name(_Schema):
+    ph: Literal["M"]
+    tid: Count = 0
+    name: str
+    args: dict[str, Any]
+
+
+class _Metadata(_Schema):
+    measured: TraceMetadata
+
+
+class _File(_Schema):
+    otherData: _Metadata
+    traceEvents: list[Annotated[_Event | _Name, Field(discriminator="ph")]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,25 +330,45 @@ def _of_step(step: int, files: Mapping[int, Path]) -> list[RankTrace]:
 
 
 def _read(step: int, rank: int, path: Path) -> RankTrace:
-    metadata, events = read_trace_file(path, NAME, TRACE_VERSION)
-    trace = RankTrace(path, metadata, events)
-    for key, value in (("step", step), ("rank", rank)):
-        if metadata[key] != value:
-            raise damaged_file_error(path, f"{key} is {metadata[key]} in it, and {value} in its name")
-    ranks, replicas = metadata["ranks"], metadata["replicas"]
-    if ranks % replicas or rank >= ranks or metadata["replica"] != rank // (ranks // replicas):
-        raise damaged_file_error(path, f"rank {rank} of {ranks} is not in replica {metadata['replica']} of {replicas}")
-    if len(metadata["plans"]) != len(metadata["documents"]):
-        raise damaged_file_error(
-            path, f"plans are {len(metadata['plans'])}, and micro-batches {len(metadata['documents'])}"
-        )
-    try:
-        _documents(metadata)
-    except (ConfigError, ValueError) as error:
-        raise damaged_file_error(path, f"parents of documents: {error}") from None
-    if not any(event["cat"] == CATEGORY_STEP for event in trace.events):
-        raise damaged_file_error(path, f"no event is of category {CATEGORY_STEP!r}, the whole step")
+    with _damage_named(path):
+        file = _File.model_validate_json(path.read_bytes())
+        names = {event.tid: event.args.get("name") for event in file.traceEvents
+                 if isinstance(event, _Name) and event.name == "thread_name"}  # fmt: skip
+        events = [event for event in file.traceEvents if isinstance(event, _Event)]
+        metadata = file.otherData.measured.model_dump()
+        trace = RankTrace(path, metadata, [event.model_dump() | {"thread": str(names[event.tid])} for event in events])
+        _require(metadata["step"] == step and metadata["rank"] == rank, "its name has another step or rank")
+        ranks, replicas = metadata["ranks"], metadata["replicas"]
+        is_rank = ranks % replicas == 0 and rank < ranks and metadata["replica"] == rank // (ranks // replicas)
+        _require(is_rank, f"rank {rank} of {ranks} is not in replica {metadata['replica']} of {replicas}")
+        is_plan = [n in ALGORITHMS and set(options) <= set(algorithm_options(n)) for n, options in metadata["plans"]]
+        _require(all(is_plan), f"plans {metadata['plans']} must be algorithms and their options")
+        _require(len(metadata["plans"]) == len(_documents(metadata)), "plans and micro-batches differ in number")
+        _require(any(event.cat == CATEGORY_STEP for event in events), "no event is of category 'step', the whole step")
     return trace
+
+
+def _require(holds: bool, problem: str) -> None:
+    if not holds:
+        raise ConfigError(problem)
+
+
+@contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    """Raise ConfigError, one line that names the file, if what is made of it in the block is wrong in any way."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except ValidationError as error:
+        details = error.errors(include_url=False)[0]
+        problem = f"{'.'.join(map(str, details['loc'])) or 'all of it'}: {details['msg']}"
+    except (ConfigError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+        problem = f"{error if isinstance(error, ConfigError) else repr(error)}"
+    else:
+        return
+    line = " ".join(problem.encode("utf-8", "backslashreplace").decode().split())
+    raise ConfigError(f"{path}: not a valid step trace: {line}; remove it, and trace again")
 
 
 def _documents(metadata: Mapping[str, Any]) -> list[Documents]:
@@ -291,32 +380,14 @@ def _documents(metadata: Mapping[str, Any]) -> list[Documents]:
 
 def _check_settings(trace: RankTrace) -> None:
     """Raise ConfigError if settings or layers cannot be built, or the settings have another number of ranks."""
-    path, metadata, step = trace.path, trace.metadata, MeasuredStep(trace.metadata["step"], [trace])
-    try:
-        size = step.settings.model_parallel_size
-    except (ConfigError, TypeError) as error:
-        raise ConfigError(
-            f"{path}: its settings cannot be used: {error}; report where the files are that they name, or remove it "
-            "and trace again"
-        ) from None
-    if metadata["ranks"] != metadata["replicas"] * size:
-        raise damaged_file_error(
-            path, f"ranks is {metadata['ranks']}, not {metadata['replicas']} replicas of {size} ranks"
-        )
-    ranks = metadata["replicas"] * step.settings.context_parallel_suite.context_parallel_size
-    replica_ranks = ranks // metadata["replicas"]
-    if step.is_pooled and (ranks % step.topology.ranks or step.topology.ranks % replica_ranks):
-        nodes, ranks_per_node = metadata["pool"]
-        raise damaged_file_error(
-            path, f"pool is {nodes} x {ranks_per_node} ranks, of which the {ranks} of all replicas are no equal pools"
-        )
-    last = max(kind for kind, *_ in metadata["layers"])
-    if last >= len(metadata["attentions"]):
-        raise damaged_file_error(path, f"layers have attention {last}, and attentions end before it")
-    try:
+    metadata, step = trace.metadata, MeasuredStep(trace.metadata["step"], [trace])
+    with _damage_named(trace.path):
+        size, replicas = step.settings.model_parallel_size, metadata["replicas"]
+        _require(metadata["ranks"] == replicas * size, f"ranks is {metadata['ranks']}, not {replicas} x {size}")
+        replica_ranks = step.settings.context_parallel_suite.context_parallel_size
+        pool = step.topology.ranks
+        _require(replicas * replica_ranks % pool == 0 == pool % replica_ranks, f"pool is of {pool} ranks")
         step.layers  # noqa: B018
-    except (ConfigError, TypeError) as error:
-        raise damaged_file_error(path, f"attentions or layers: {error}") from None
 
 
 def _event(rank: int, event: Mapping[str, Any]) -> TraceEvent:

@@ -1,1 +1,0 @@
-"""What a plan looks like: summary, tables, tile map."""

@@ -1,1 +1,0 @@
-"""What a simulated layer looks like: tables, timelines, page, trace."""
