@@ -166,12 +166,14 @@ def cut_batch(batch: Mapping[str, Any], rank_plans: RankPlans, kept: np.ndarray)
         if not isinstance(value, Tensor) or tuple(value.shape[:2]) != shape:
             kind = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise ConfigError(
-                f"the batch's {name} is {kind}; valid: a tensor [{shape[0]}, {shape[1]}, ...] over tokens; pass "
-                "others to the model yourself"
+                f"the batch's {name} is {kind}; valid: a tensor [{shape[0]}, {shape[1]}, ...] over tokens; inputs of "
+                "another part of the model, such as pictures, go to the model beside the rows; what belongs to documents, "
+                "such as their classes or rewards, goes to a head on the pooled rows that gather_rows returns"
             )
         device = value.device
         if name == "labels" and plans.mask == "causal":
             packed = value[torch.from_numpy(kept).to(device)]
+            rank_plans.shifts_labels = True
             own = torch.from_numpy(plans.layout.tokens(rank_plans.rank)).to(device)
             cut["shift_labels"] = _padded(shifted_labels(packed, plans.documents)[own], rank_plans, IGNORED)
             continue

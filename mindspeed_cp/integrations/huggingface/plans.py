@@ -130,6 +130,7 @@ class RankPlans:
         group, backend, timeout: as for :func:`mindspeed_cp.context_parallel_attention`.
         dropout_seed: seed of attention dropout for this batch; None: there is none.
         batch_digest: digest of the whole batch, compared over the group; None: it is not compared.
+        shifts_labels: True if the batch had labels, which were shifted by one token.
     """
 
     __slots__ = (
@@ -142,6 +143,7 @@ class RankPlans:
         "plans",
         "rank",
         "rows",
+        "shifts_labels",
         "timeout",
     )
 
@@ -174,6 +176,7 @@ class RankPlans:
         self.plans, self.rank = plans, rank
         self.group, self.backend, self.timeout, self.dropout_seed = group, backend, timeout, dropout_seed
         self.batch_digest: int | None = None
+        self.shifts_labels = False
         self.rows = int(plans.layout.token_counts[rank])
         # Models cannot reshape tensors without elements, so a rank without rows has one of padding.
         self.padded_rows = max(1, -(-self.rows // rows_multiple)) * rows_multiple
