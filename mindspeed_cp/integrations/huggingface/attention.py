@@ -89,9 +89,9 @@ def planned_attention(
     if not isinstance(attention_mask, ModelMask):
         text = "None" if attention_mask is None else f"a {type(attention_mask).__name__}"
         raise ConfigError(
-            f"{label}: attention_mask is {text}, so that what the model lets tokens see cannot be compared with the plan; "
-            "valid: no attention_mask in the batch, and a model that builds its mask by transformers' create_causal_mask "
-            "and the like"
+            f"{label}: attention_mask is {text}, so that what the model lets tokens see cannot be compared with the "
+            "plan; valid: no attention_mask in the batch, and a model that builds its mask by transformers' "
+            "create_causal_mask and the like"
         )
     check_mask(label, attention_mask, plan, layer_plan)
     _check_shapes(label, query, key, value, wanted, plan)

@@ -7,7 +7,6 @@ models with a plan are checked: the class says what it reads, and so does the sh
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -57,13 +56,14 @@ def check_calls(base: type[nn.Module]) -> None:
     base.__call__ = call  # type: ignore[method-assign]
 
 
-@cache
 def _pooling_class(kind: type) -> str | None:
     """Return the name of a class or of a base of it whose head reads other rows; None: there is none."""
     for base in kind.__mro__:
         name = base.__name__
         task = name.rpartition("For")[2] if "For" in name else ""
-        is_model = base.__module__.startswith("transformers.") or any(x.__name__ == "PreTrainedModel" for x in base.__mro__)
+        is_model = base.__module__.startswith("transformers.") or any(
+            x.__name__ == "PreTrainedModel" for x in base.__mro__
+        )
         if is_model and (name.endswith("DoubleHeadsModel") or (task[:1].isupper() and task not in _BY_ROW)):
             return name
     return None
@@ -80,16 +80,16 @@ def _check_call(model: Any, plan: RankPlans, arguments: Mapping[str, Any]) -> No
     kept = arguments.get("logits_to_keep")
     if isinstance(kept, int) and kept:
         raise ConfigError(
-            f"logits_to_keep is {kept}, the last of the rows of rank {plan.rank}, which end no document; valid: 0, or a "
-            "tensor of rows of this rank"
+            f"logits_to_keep is {kept}, the last of the rows of rank {plan.rank}, which end no document; valid: 0, or "
+            "a tensor of rows of this rank"
         )
     if not type(model).__name__.endswith("ForTokenClassification"):
         return
     if plan.shifts_labels:
         raise ConfigError(
-            f"the batch of a {type(model).__name__} had labels, which were shifted by one token, as a model with a causal "
-            'mask predicts the next one; valid: classes of tokens under another name in the batch, such as "classes", '
-            "and loss(model(**rows).logits, classes, count_labels(classes))"
+            f"the batch of a {type(model).__name__} had labels, which were shifted by one token, as a model with a "
+            "causal mask predicts the next one; valid: classes of tokens under another name in the batch, such as "
+            '"classes", and loss(model(**rows).logits, classes, count_labels(classes))'
         )
     if arguments.get("labels") is not None:
         raise ConfigError(
@@ -107,7 +107,7 @@ def _check_output(model: str, output: Any, plan: RankPlans) -> None:
         is_by_row = tuple(x.shape[:2]) == (1, plan.padded_rows) and name != "pooler_output"
         if not is_by_row and not (name == "logits" and x.dim() == 3):  # logits of chosen rows
             raise ConfigError(
-                f"{model} returned {name} of shape {list(x.shape)}, which are no values of the {plan.padded_rows} rows of "
-                f"rank {plan.rank}: a pooled value knows only these; valid: models without a pooler "
+                f"{model} returned {name} of shape {list(x.shape)}, which are no values of the {plan.padded_rows} rows "
+                f"of rank {plan.rank}: a pooled value knows only these; valid: models without a pooler "
                 f"(add_pooling_layer=False) and {_VALID}"
             )

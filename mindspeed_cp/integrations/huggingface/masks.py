@@ -172,8 +172,8 @@ def _closure(function: Any) -> dict[str, Any]:
 def _evaluate(
     function: Callable[..., Any], queries: np.ndarray, keys: np.ndarray
 ) -> tuple[np.ndarray | None, str, bool]:
-    """Return which pairs a mask function lets see, bool [pairs] (None: it cannot be evaluated), the error, and whether it
-    read tensors whose rows differ."""
+    """Return which pairs a mask function lets see, bool [pairs] (None: it cannot be evaluated), the error, and whether
+    it read tensors whose rows differ."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     query, key = torch.from_numpy(queries), torch.from_numpy(keys)

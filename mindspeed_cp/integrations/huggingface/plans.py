@@ -26,12 +26,14 @@ class ModelPlans:
         plans: one plan for each attention that differs.
         has_positions: True if the model takes position_ids.
         has_sinks: True if the model's layers have attention sinks.
+        vocabulary: number of tokens that the model knows; None: not known.
     """
 
     attentions: tuple[AttentionConfig, ...]
     plans: dict[AttentionConfig, Plan]
     has_positions: bool = True
     has_sinks: bool = False
+    vocabulary: int | None = None
 
     @property
     def layout(self) -> Layout:
@@ -108,7 +110,9 @@ def build_plans(
     )
     distinct = tuple(dict.fromkeys(attentions))
     plans = plan_cache().get_layers(documents, topology, distinct, algorithm, options)
-    return ModelPlans(attentions, dict(zip(distinct, plans, strict=True)), family.has_positions, family.has_sinks)
+    by_attention = dict(zip(distinct, plans, strict=True))
+    vocabulary = getattr(config, "vocab_size", None)
+    return ModelPlans(attentions, by_attention, family.has_positions, family.has_sinks, vocabulary)
 
 
 @cache

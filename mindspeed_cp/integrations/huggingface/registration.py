@@ -18,8 +18,8 @@ def register() -> str:
 
     BLOOM and MPT do not call an attention implementation by name, so their attention layers are replaced in the modules
     of transformers; with another implementation they compute as before. DeepSeek-V3's layers are wrapped, so that they
-    pass on latents where the plan lets these travel. Calls of models with a plan are checked for heads that read other rows
-    than their own.
+    pass on latents where the plan lets these travel. Calls of models with a plan are checked for heads that read other
+    rows than their own.
 
     Returns:
         The name of the implementation.

@@ -1,5 +1,5 @@
-"""Whole packed rows to the rows of one rank and back: for heads that pool, and for trainers that slice and gather tensors
-themselves."""
+"""Whole packed rows to the rows of one rank and back: for heads that pool, and for trainers that slice and gather
+tensors themselves."""
 
 from __future__ import annotations
 
@@ -38,17 +38,15 @@ def slice_rows(x: Tensor, plans: RankPlans, dim: int, padding: float = 0) -> Ten
     return _pad(rows, dim, plans.padded_rows - plans.rows, padding)
 
 
-def gather_rows(
-    x: Tensor, plans: RankPlans, dim: int = 1, gradient_factor: float = 1.0, tokens: Any = None
-) -> Tensor:
+def gather_rows(x: Tensor, plans: RankPlans, dim: int = 1, gradient_factor: float = 1.0, tokens: Any = None) -> Tensor:
     """Return the whole tensor whose rows the ranks of a group hold, or chosen rows of it; the inverse of
     :func:`slice_rows`.
 
     All ranks compute the same loss from the result, and each takes the gradients of its own rows.
 
     Args:
-        x: [..., padded rows, ...] of this rank, such as hidden states [1, rows, channels]; ranks differ in the number of
-            rows.
+        x: [..., padded rows, ...] of this rank, such as hidden states [1, rows, channels]; ranks differ in the number
+            of rows.
         plans: plans of this rank, ``rows["plan"]`` of :func:`planned_batch`.
         dim: dimension of the rows.
         gradient_factor: factor of gradients in the backward pass. Where gradients are averaged over the ranks of the
@@ -80,7 +78,9 @@ def gather_rows(
     row_of_token[plans.plans.layout.tokens(plans.rank)] = np.arange(plans.rows)
     numbers = np.flatnonzero(row_of_token[chosen] >= 0)
     own = x[torch.from_numpy(row_of_token[chosen[numbers]]).to(x.device)]
-    return gather_numbered(own, torch.from_numpy(numbers).to(x.device), len(chosen), plans, gradient_factor).movedim(0, dim)
+    return gather_numbered(own, torch.from_numpy(numbers).to(x.device), len(chosen), plans, gradient_factor).movedim(
+        0, dim
+    )
 
 
 def gather_numbered(x: Tensor, numbers: Tensor, count: int, plans: RankPlans, gradient_factor: float) -> Tensor:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from mindspeed_cp.comm import group_size, resolve_group
+from mindspeed_cp.comm import group_size
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.integrations.huggingface.loss import loss_share
 from mindspeed_cp.integrations.huggingface.rows import gather_numbered
