@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -229,6 +230,32 @@ def test_shares_of_the_loss_add_up_to_the_mean() -> None:
             cp.count_labels(labels)
     with pytest.raises(ConfigError, match="labels has no tensor"):
         cp.loss(logits, None, count)
+
+
+@pytest.mark.parametrize("count", [-5, float("nan"), float("inf"), "x", True])
+def test_counts_that_are_none_are_refused(count: Any) -> None:
+    with pytest.raises(ConfigError, match=f"count is {count!r}; valid: 0 or more"):
+        cp.loss(torch.zeros(1, 2, 7), torch.zeros(1, 2, dtype=torch.int64), count)
+    if count != -5:
+        with (
+            pytest.raises(ConfigError, match=f"divisor is {count!r}; valid: a finite number")
+            if count is not True
+            else nullcontext()
+        ):
+            cp.loss_share(torch.zeros(()), count)
+
+
+def test_labels_beyond_the_vocabulary_are_refused() -> None:
+    for label in (61, -7):
+        labels = TOKENS.clone()
+        labels[0, 4] = label
+        with pytest.raises(ConfigError, match=f"labels has {label}; valid: 0 to 60, the model's vocabulary, or -100"):
+            cp.shard_batch({"input_ids": TOKENS, "labels": labels}, plans_for(Documents([9])), 0)
+        with pytest.raises(ConfigError, match=f"labels has {label}; valid: 0 to 60"):
+            cp.loss(torch.zeros(1, 9, 61), labels, 9)
+    packed = Documents.from_trajectories([[3, 4, 61]])
+    with pytest.raises(ConfigError, match="packed has 61; valid: 0 to 60"):
+        cp.shard_trajectories(packed, plans_for(packed.documents, 1), 0)
 
 
 def test_calls_without_a_plan_say_what_to_do() -> None:

@@ -271,7 +271,7 @@ def test_layers_without_a_mask_of_transformers_are_refused() -> None:
     model = model_of(cp.IMPLEMENTATION)
     rows = cp.shard_batch(whole_batch((9, 4)), cp.build_plans(model.config, Documents([9, 4]), Topology(1, 1)), 0)
     rows["attention_mask"] = {"full_attention": None, "sliding_attention": None}
-    with pytest.raises(ConfigError, match="layer 0 .*attention_mask is None, .* cannot be compared"):
+    with pytest.raises(ConfigError, match=r"layer 0 .*attention_mask is None, .* cannot be compared"):
         model(**rows)
     llama = make_model(make_config("llama"), cp.IMPLEMENTATION)
     rows = cp.shard_batch(whole_batch((9,)), cp.build_plans(llama.config, Documents([9]), Topology(1, 1)), 0)
