@@ -102,12 +102,12 @@ def compared_pairs(length: int, window: tuple[int, int] | None) -> tuple[np.ndar
     if length <= _ALL_PAIRS:
         return np.divmod(np.arange(length**2), max(1, length))
     generator = np.random.default_rng(length)
-    some = np.arange(length) if length <= _QUERIES else generator.integers(length, size=_QUERIES)
+    chosen = np.arange(length) if length <= _QUERIES else generator.integers(length, size=_QUERIES)
     left, right = window or (0, 0)
-    keys = [some + shift for shift in {0, -1, 1, -left, -left - 1, right, right + 1}]
-    keys.append(generator.integers(length, size=len(some)))
+    keys = [chosen + shift for shift in {0, -1, 1, -left, -left - 1, right, right + 1}]
+    keys.append(generator.integers(length, size=len(chosen)))
     ends = np.r_[:_ENDS, length - _ENDS : length]
-    queries, keys_of_queries = np.tile(some, len(keys)), np.concatenate(keys)
+    queries, keys_of_queries = np.tile(chosen, len(keys)), np.concatenate(keys)
     queries, keys_of_queries = (
         np.concatenate([np.repeat(ends, len(ends)), queries]),
         np.concatenate([np.tile(ends, len(ends)), keys_of_queries]),
