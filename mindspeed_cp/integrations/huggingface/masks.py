@@ -160,7 +160,7 @@ def _without_packing(function: Callable[..., Any]) -> Callable[..., Any]:
     if makers == ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]:
         return _without_packing(_closure(parts[1])["mask_function"])
     combine = masking_utils.and_masks if name.startswith("and_m") else masking_utils.or_masks
-    return combine(*map(_without_packing, parts))  # type: ignore[no-any-return]
+    return combine(*map(_without_packing, parts))
 
 
 def _closure(function: Any) -> dict[str, Any]:

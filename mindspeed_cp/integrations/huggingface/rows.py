@@ -95,7 +95,7 @@ def gather_numbered(x: Tensor, numbers: Tensor, count: int, plans: RankPlans, gr
     Returns:
         [count, ...], the same on all ranks.
     """
-    return _GatherNumbered.apply(x, numbers, count, plans, gradient_factor)  # type: ignore[no-any-return]
+    return _GatherNumbered.apply(x, numbers, count, plans, gradient_factor)
 
 
 class _Gather(torch.autograd.Function):
