@@ -215,6 +215,8 @@ def _text_of(line: bytes, where: str) -> bytes:
     text = value.get("text") if isinstance(value, dict) else None
     if not isinstance(text, str):
         what = f"has the keys {sorted(value)}" if isinstance(value, dict) else f"is a JSON {type(value).__name__}"
+        if isinstance(value, dict) and "text" in value:
+            what = f'"text" is {json.dumps(text)[:40]}, which is no text'
         raise ConfigError(f'{where}: {what}; each line must be an object with a text under "text"')
     try:
         return text.encode("utf-8")

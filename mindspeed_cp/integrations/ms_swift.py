@@ -21,7 +21,8 @@ from torch import Tensor
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.integrations.huggingface.batch import documents_of_batch
-from mindspeed_cp.integrations.huggingface.families import attention_config
+from mindspeed_cp.integrations.huggingface.families import has_dropout
+from mindspeed_cp.integrations.huggingface.heads import check_head
 from mindspeed_cp.integrations.huggingface.labels import IGNORED
 from mindspeed_cp.integrations.huggingface.plans import RankPlans, build_plans
 from mindspeed_cp.integrations.huggingface.registration import register
@@ -75,8 +76,8 @@ def planned_class(base: type) -> type:
             if not padding_free:
                 raise ConfigError("padding_free is False; valid with plans: True, packed rows")
             self.model_config = model.config
-            layers = range(model.config.num_hidden_layers)
-            self.has_dropout = any(attention_config(model.config, layer).dropout for layer in layers)
+            check_head(model)
+            self.has_dropout = has_dropout(model.config)
             self.rows_read = 0
             super().prepare(sp_size, model, tokenizer, padding_free)
 

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.integrations.huggingface.batch import documents_of_batch
-from mindspeed_cp.integrations.huggingface.families import attention_config
+from mindspeed_cp.integrations.huggingface.families import has_dropout
+from mindspeed_cp.integrations.huggingface.heads import check_head
 from mindspeed_cp.integrations.huggingface.plans import RankPlans, build_plans
 from mindspeed_cp.integrations.huggingface.registration import register
 from mindspeed_cp.integrations.huggingface.rows import batch_seed, gather_rows, slice_rows
@@ -61,7 +62,7 @@ class PlannedUlysses:
     ) -> None:
         self.config, self.mesh, self.algorithm, self.seed, self.options = config, mesh, algorithm, seed, options
         self._of_rank = {"backend": backend} if timeout is None else {"backend": backend, "timeout": timeout}
-        self._has_dropout = any(attention_config(config, layer).dropout for layer in range(config.num_hidden_layers))
+        self._has_dropout = has_dropout(config)
         self._row: RankPlans | None = None
         self._rows = 0
 
@@ -79,7 +80,11 @@ class PlannedUlysses:
 
         Args:
             model: a model of transformers; its attention implementation is set.
+
+        Raises:
+            ConfigError: the model's head reads other rows than its own.
         """
+        check_head(model)
         model.set_attn_implementation(register())
         model.base_model.register_forward_pre_hook(self._add_plan, with_kwargs=True)
 

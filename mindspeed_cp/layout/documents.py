@@ -82,7 +82,8 @@ class Documents:
             self._trees = Trees(checked, values) if (checked >= 0).any() else None
         self._blocks: Blocks | None = None
         if blocks is not None:
-            spans = as_integers("blocks", list(blocks) if isinstance(blocks, Iterator) else blocks, 2)
+            blocks = list(blocks) if isinstance(blocks, Iterator) else blocks
+            spans = as_integers("blocks", blocks, 2, "shape [blocks, 2], first and last-plus-one token of each block")
             self._blocks = checked_blocks(spans, self.offsets) if len(spans) else None
 
     @classmethod

@@ -94,7 +94,10 @@ def test_copies_and_parts_keep_their_blocks() -> None:
         ),
         ([1, 2], r"blocks has shape \[2\]; valid: \[blocks, 2\]"),
         ([(1, 2, 3)], r"blocks has shape \[1, 3\]"),
-        ([(1.5, 2)], "blocks is float64"),
+        (
+            [(1.5, 2)],
+            r"blocks is float64 of shape \[1, 2\]; valid: integers of shape \[blocks, 2\], first and last-plus",
+        ),
     ],
 )
 def test_blocks_that_do_not_fit_are_refused(spans: list, says: str) -> None:

@@ -23,6 +23,7 @@ from mindspeed_cp.integrations.huggingface.families import FAMILIES, IMPLEMENTAT
 from mindspeed_cp.integrations.huggingface.loss import count_labels, loss, loss_share
 from mindspeed_cp.integrations.huggingface.plans import ModelPlans, RankPlans, build_plans
 from mindspeed_cp.integrations.huggingface.registration import register
+from mindspeed_cp.integrations.huggingface.rows import gather_rows
 from mindspeed_cp.integrations.huggingface.trainer import PlannedCollator, RepeatedRows, planned_callback
 from mindspeed_cp.integrations.huggingface.tree_loss import (
     sum_weights,
@@ -44,6 +45,7 @@ __all__ = [
     "build_plans",
     "count_labels",
     "documents_of_batch",
+    "gather_rows",
     "loss",
     "loss_share",
     "planned_batch",

@@ -1,7 +1,7 @@
 """Planned attention for BLOOM and MPT, whose layers compute attention themselves and pass no keyword arguments on.
 
 A model hands what the mask function returns to all its layers, also when they are recomputed for activation
-checkpointing. Here it returns the plan.
+checkpointing. Here that carries the plan.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.integrations.huggingface.attention import planned_attention
+from mindspeed_cp.integrations.huggingface.masks import ModelMask
 from mindspeed_cp.integrations.huggingface.plans import RankPlans
 
 #: model_type -> beginning of the names of its classes.
@@ -25,21 +26,9 @@ ALIBI_MODELS = {"bloom": "Bloom", "mpt": "Mpt"}
 _current_plan: ContextVar[RankPlans | None] = ContextVar("_current_plan", default=None)
 
 
-class PlannedMask:
-    """Stands in for the mask of a model; carries the plan to its layers."""
-
-    def __init__(self, plan: RankPlans) -> None:
-        self.plan = plan
-
-    def to(self, *arguments: Any, **others: Any) -> PlannedMask:
-        """Return this object: MPT converts its mask to bool."""
-        return self
-
-
-def current_mask() -> PlannedMask | None:
-    """Return the stand-in of the model that runs; None for models that pass the plan on themselves."""
-    plan = _current_plan.get()
-    return None if plan is None else PlannedMask(plan)
+def current_plan() -> RankPlans | None:
+    """Return the plans of the model that runs; None for models that pass them on themselves."""
+    return _current_plan.get()
 
 
 def replace_alibi_attention(implementation: str) -> None:
@@ -87,26 +76,26 @@ def _planned(forward: Callable[..., Any], planned: Callable[..., Any]) -> Callab
 
     @wraps(forward)
     def run(self: Any, *arguments: Any, attention_mask: Any = None, **others: Any) -> Any:
-        if not isinstance(attention_mask, PlannedMask):
+        if not isinstance(attention_mask, ModelMask):
             return forward(self, *arguments, attention_mask=attention_mask, **others)
-        return planned(self, *arguments, plan=attention_mask.plan, **others)
+        return planned(self, *arguments, mask=attention_mask, **others)
 
     run.is_planned = True  # type: ignore[attr-defined]
     return run
 
 
 def _bloom_forward(
-    self: Any, hidden_states: Tensor, residual: Tensor, alibi: Tensor, *, plan: RankPlans, **others: Any
+    self: Any, hidden_states: Tensor, residual: Tensor, alibi: Tensor, *, mask: ModelMask, **others: Any
 ) -> tuple[Tensor, None]:
     """Run a layer of BLOOM, whose projection has q, k and v of each head side by side."""
     q, k, v = self.query_key_value(hidden_states).unflatten(-1, (self.num_heads, 3, self.head_dim)).unbind(-2)
     rate = self.attention_dropout.p if self.training else 0.0
-    out = _run(self, (q, k, v), plan, self.inv_norm_factor, rate, others)
+    out = _run(self, (q, k, v), mask, self.inv_norm_factor, rate, others)
     return residual + F.dropout(self.dense(out), p=self.hidden_dropout, training=self.training), None
 
 
 def _mpt_forward(
-    self: Any, hidden_states: Tensor, position_bias: Tensor, *, plan: RankPlans, **others: Any
+    self: Any, hidden_states: Tensor, position_bias: Tensor, *, mask: ModelMask, **others: Any
 ) -> tuple[Tensor, None]:
     """Run a layer of MPT."""
     qkv = self.Wqkv(hidden_states)
@@ -114,11 +103,11 @@ def _mpt_forward(
         qkv = qkv.clamp(min=-self.clip_qkv, max=self.clip_qkv)
     projected = tuple(x.unflatten(-1, (self.n_heads, self.head_dim)) for x in qkv.chunk(3, dim=-1))
     rate = self.attn_dropout_p if self.training else 0.0
-    return self.out_proj(_run(self, projected, plan, self.softmax_scale, rate, others)), None
+    return self.out_proj(_run(self, projected, mask, self.softmax_scale, rate, others)), None
 
 
 def _run(
-    layer: Any, qkv: tuple[Tensor, ...], plan: RankPlans, scale: float, rate: float, others: dict[str, Any]
+    layer: Any, qkv: tuple[Tensor, ...], mask: ModelMask, scale: float, rate: float, others: dict[str, Any]
 ) -> Tensor:
     """Run planned attention on [1, rows, heads, dim]; returns [1, rows, heads * dim]."""
     if others.get("layer_past") is not None or others.get("past_key_values") is not None:
@@ -126,6 +115,7 @@ def _run(
     q, k, v = (x.transpose(1, 2) for x in qkv)
     output_attentions = others.get("output_attentions")
     out, _ = planned_attention(
-        layer, q, k, v, plan=plan, dropout=rate, scaling=scale, is_causal=True, output_attentions=output_attentions
-    )
+        layer, q, k, v, mask,
+        plan=mask.plan, dropout=rate, scaling=scale, is_causal=True, output_attentions=output_attentions,
+    )  # fmt: skip
     return out.flatten(2)

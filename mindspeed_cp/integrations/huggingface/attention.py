@@ -13,12 +13,12 @@ from mindspeed_cp.engine import context_parallel_attention
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.integrations.huggingface.families import FAMILIES, attention_config, window_of_side
 from mindspeed_cp.integrations.huggingface.latent_models import up_projection
+from mindspeed_cp.integrations.huggingface.masks import ModelMask, check_mask
 from mindspeed_cp.integrations.huggingface.plans import RankPlans
 from mindspeed_cp.plan import AttentionConfig
 
 #: Arguments that change attention in a way that no plan has: each must be None or False.
 UNSUPPORTED = {
-    "attention_mask": "a plan's documents say what is visible",
     "softcap": "planned attention does not cap scores",
     "position_bias": "planned attention has no bias but ALiBi",
     "cache": "planned attention is for training",
@@ -33,7 +33,7 @@ def planned_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None = None,
+    attention_mask: ModelMask | Tensor | None = None,
     *,
     plan: RankPlans | None = None,
     dropout: float = 0.0,
@@ -50,7 +50,7 @@ def planned_attention(
         query: [1, heads, rows, dim] of this rank.
         key, value: [1, kv_heads, rows, dim]. Where latents travel in the plan, the channels that all heads share, and
             the latents, [1, 1, rows, channels] each.
-        attention_mask: None.
+        attention_mask: what :func:`planned_mask` returned to the model.
         plan: the model's argument ``plan``, from :func:`shard_batch`.
         dropout, scaling, sliding_window, is_causal, others: what the model asks for; compared with the plan.
         s_aux: sinks of the layer's heads, [heads].
@@ -74,7 +74,7 @@ def planned_attention(
     layer_plan = plan.plans.of_layer(layer)
     wanted = layer_plan.attention
     for name, why in UNSUPPORTED.items():
-        given = attention_mask if name == "attention_mask" else others.get(name)
+        given = others.get(name)
         if given is not None and given is not False:
             text = "a tensor" if isinstance(given, Tensor) else repr(given)
             raise ConfigError(f"{label}: {name} is {text}, but {why}; valid: None")
@@ -86,6 +86,14 @@ def planned_attention(
         )
     _check_settings(label, module, wanted, dropout, scaling, sliding_window, is_causal)
     _check_configuration(label, module, layer, wanted)
+    if not isinstance(attention_mask, ModelMask):
+        text = "None" if attention_mask is None else f"a {type(attention_mask).__name__}"
+        raise ConfigError(
+            f"{label}: attention_mask is {text}, so that what the model lets tokens see cannot be compared with the "
+            "plan; valid: no attention_mask in the batch, and a model that builds its mask by transformers' "
+            "create_causal_mask and the like"
+        )
+    check_mask(label, attention_mask, plan, layer_plan)
     _check_shapes(label, query, key, value, wanted, plan)
     device = query.device.type
     # Under autocast rotary positions leave q and k in fp32; attention is one of the operators in its lower precision.

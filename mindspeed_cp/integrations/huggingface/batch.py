@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mindspeed_cp.comm import DEFAULT_TIMEOUT
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.integrations.huggingface.labels import IGNORED, masked_labels, shifted_labels
+from mindspeed_cp.integrations.huggingface.labels import IGNORED, check_vocabulary, masked_labels, shifted_labels
 from mindspeed_cp.integrations.huggingface.plans import ModelPlans, RankPlans, as_model_plans, build_plans
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import Topology
@@ -166,12 +166,16 @@ def cut_batch(batch: Mapping[str, Any], rank_plans: RankPlans, kept: np.ndarray)
         if not isinstance(value, Tensor) or tuple(value.shape[:2]) != shape:
             kind = f"of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
             raise ConfigError(
-                f"the batch's {name} is {kind}; valid: a tensor [{shape[0]}, {shape[1]}, ...] over tokens; pass "
-                "others to the model yourself"
+                f"the batch's {name} is {kind}; valid: a tensor [{shape[0]}, {shape[1]}, ...] over tokens; inputs "
+                "of another part of the model, such as pictures, go to the model beside the rows; what belongs to "
+                "documents, such as their classes or rewards, goes to a head on the pooled rows of gather_rows"
             )
         device = value.device
+        if name == "labels":
+            check_vocabulary(name, value, plans.vocabulary)
         if name == "labels" and plans.mask == "causal":
             packed = value[torch.from_numpy(kept).to(device)]
+            rank_plans.shifts_labels = True
             own = torch.from_numpy(plans.layout.tokens(rank_plans.rank)).to(device)
             cut["shift_labels"] = _padded(shifted_labels(packed, plans.documents)[own], rank_plans, IGNORED)
             continue

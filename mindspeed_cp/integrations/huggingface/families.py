@@ -152,10 +152,10 @@ FAMILIES: dict[str, Family] = {
 #: rank would have its own.
 REFUSED_ROPE_TYPES = ("dynamic", "longrope")
 
-#: Models that planned attention does not compute, and why.
-REFUSED_MODELS = {
-    "llama4_text": "its layers attend inside chunks (attention_chunk_size)",
-    "qwen3_next": "its linear attention layers need their tokens in order on one rank",
+#: Kinds of layers (layer_types) that planned attention does not compute, and why.
+REFUSED_LAYERS = {
+    "chunked_attention": "its layers attend inside chunks (attention_chunk_size)",
+    "linear_attention": "its linear attention layers need their tokens in order on one rank",
 }
 
 
@@ -218,8 +218,11 @@ def family_of(config: Any) -> Family:
     """
     name = getattr(config, "model_type", None)
     if name not in FAMILIES:
-        why = REFUSED_MODELS.get(str(name), "its attention has not been compared with planned attention")
-        raise ConfigError(f"model_type is {name!r}: {why}; valid: {', '.join(FAMILIES)}")
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        reasons = [why for kind, why in REFUSED_LAYERS.items() if kind in (getattr(text, "layer_types", None) or ())]
+        why = reasons[0] if reasons else "its attention has not been compared with planned attention"
+        inner = "its text model's, config.text_config; " if getattr(text, "model_type", None) in FAMILIES else ""
+        raise ConfigError(f"model_type is {name!r}: {why}; valid: {inner}{', '.join(FAMILIES)}")
     family = FAMILIES[name]
     for setting, valid, why in family.refused:
         value = getattr(config, setting, valid)
@@ -233,6 +236,12 @@ def family_of(config: Any) -> Family:
                 "own rows; valid with planned attention: default, linear, llama3, yarn"
             )
     return family
+
+
+def has_dropout(config: Any) -> bool:
+    """Return True if a layer of a model has attention dropout. Raises ConfigError as :func:`attention_config`."""
+    family_of(config)  # a configuration of several models has no layers of its own
+    return any(attention_config(config, layer).dropout for layer in range(config.num_hidden_layers))
 
 
 def window_of_side(side: int, mask: str) -> tuple[int, int]:

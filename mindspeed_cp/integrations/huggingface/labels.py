@@ -25,6 +25,18 @@ def shifted_labels(labels: Tensor, documents: Documents) -> Tensor:
     return shifted
 
 
+def check_vocabulary(name: str, tokens: Tensor, vocabulary: int | None) -> None:
+    """Raise ConfigError if tokens (IGNORED aside) are none of a vocabulary; None: its size is not known."""
+    if vocabulary is None or tokens.is_floating_point():
+        return
+    wrong = tokens[(tokens != IGNORED) & ((tokens < 0) | (tokens >= vocabulary))]
+    if len(wrong):
+        raise ConfigError(
+            f"{name} has {int(wrong[0])}; valid: 0 to {vocabulary - 1}, the model's vocabulary, or {IGNORED}, which is "
+            "ignored"
+        )
+
+
 def masked_labels(labels: Tensor | None, loss_mask: Tensor) -> Tensor:
     """Return labels [rows, tokens] in which tokens that the loss mask leaves out are ignored.
 

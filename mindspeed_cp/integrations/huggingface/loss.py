@@ -6,7 +6,9 @@ documents. DDP and FSDP2 average gradients over ranks, so that each rank's share
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from numbers import Real
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from torch.nn import functional as F
 
 from mindspeed_cp.comm import group_size
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.integrations.huggingface.labels import IGNORED
+from mindspeed_cp.integrations.huggingface.labels import IGNORED, check_vocabulary
 
 _NO_LABELS = (
     "labels has no tensor; valid: shift_labels of shard_batch, or what planned_batch returns, of a batch with labels"
@@ -62,10 +64,14 @@ def loss(logits: Tensor, labels: Tensor, count: Tensor | int, group: dist.Proces
         float32 scalar; 0 for a rank without labels.
 
     Raises:
-        ConfigError: logits and labels do not fit.
+        ConfigError: logits and labels do not fit, a label is beyond the vocabulary, or the count is no count.
     """
     if labels is None:
         raise ConfigError(_NO_LABELS)
+    if not isinstance(count, Tensor) and not (isinstance(count, Real) and math.isfinite(count) and count >= 0):
+        raise ConfigError(f"count is {count!r}; valid: 0 or more, the result of count_labels")
+    if labels.device.type == "cpu":  # on a device to look would mean to wait; shard_batch has looked
+        check_vocabulary("labels", labels, logits.shape[-1])
     if logits.shape[:-1] != labels.shape:
         raise ConfigError(
             f"logits have shape {list(logits.shape)}, labels {list(labels.shape)}; valid: those of the same batch, "
@@ -87,6 +93,11 @@ def loss_share(total: Tensor, divisor: Tensor | float, group: dist.ProcessGroup 
 
     Returns:
         Scalar on the device of the sum.
+
+    Raises:
+        ConfigError: the divisor is a number that is not finite, or 0.
     """
+    if not isinstance(divisor, Tensor) and not (isinstance(divisor, Real) and math.isfinite(divisor) and divisor):
+        raise ConfigError(f"divisor is {divisor!r}; valid: a finite number other than 0, the same on all ranks")
     ranks = max(1, group_size(group))
     return total * ranks / (divisor.to(total.device) if isinstance(divisor, Tensor) else divisor)

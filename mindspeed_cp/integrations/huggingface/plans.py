@@ -26,12 +26,14 @@ class ModelPlans:
         plans: one plan for each attention that differs.
         has_positions: True if the model takes position_ids.
         has_sinks: True if the model's layers have attention sinks.
+        vocabulary: number of tokens that the model knows; None: not known.
     """
 
     attentions: tuple[AttentionConfig, ...]
     plans: dict[AttentionConfig, Plan]
     has_positions: bool = True
     has_sinks: bool = False
+    vocabulary: int | None = None
 
     @property
     def layout(self) -> Layout:
@@ -108,7 +110,9 @@ def build_plans(
     )
     distinct = tuple(dict.fromkeys(attentions))
     plans = plan_cache().get_layers(documents, topology, distinct, algorithm, options)
-    return ModelPlans(attentions, dict(zip(distinct, plans, strict=True)), family.has_positions, family.has_sinks)
+    by_attention = dict(zip(distinct, plans, strict=True))
+    vocabulary = getattr(config, "vocab_size", None)
+    return ModelPlans(attentions, by_attention, family.has_positions, family.has_sinks, vocabulary)
 
 
 @cache
@@ -130,6 +134,7 @@ class RankPlans:
         group, backend, timeout: as for :func:`mindspeed_cp.context_parallel_attention`.
         dropout_seed: seed of attention dropout for this batch; None: there is none.
         batch_digest: digest of the whole batch, compared over the group; None: it is not compared.
+        shifts_labels: True if the batch had labels, which were shifted by one token.
     """
 
     __slots__ = (
@@ -142,6 +147,7 @@ class RankPlans:
         "plans",
         "rank",
         "rows",
+        "shifts_labels",
         "timeout",
     )
 
@@ -174,6 +180,7 @@ class RankPlans:
         self.plans, self.rank = plans, rank
         self.group, self.backend, self.timeout, self.dropout_seed = group, backend, timeout, dropout_seed
         self.batch_digest: int | None = None
+        self.shifts_labels = False
         self.rows = int(plans.layout.token_counts[rank])
         # Models cannot reshape tensors without elements, so a rank without rows has one of padding.
         self.padded_rows = max(1, -(-self.rows // rows_multiple)) * rows_multiple

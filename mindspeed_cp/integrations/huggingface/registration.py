@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.integrations.huggingface.alibi_models import ALIBI_MODELS, current_mask, replace_alibi_attention
+from mindspeed_cp.integrations.huggingface.alibi_models import ALIBI_MODELS, current_plan, replace_alibi_attention
 from mindspeed_cp.integrations.huggingface.attention import planned_attention
 from mindspeed_cp.integrations.huggingface.families import IMPLEMENTATION
+from mindspeed_cp.integrations.huggingface.heads import check_calls
 from mindspeed_cp.integrations.huggingface.latent_models import keep_latents
+from mindspeed_cp.integrations.huggingface.masks import ModelMask
 
 
 def register() -> str:
@@ -16,7 +18,8 @@ def register() -> str:
 
     BLOOM and MPT do not call an attention implementation by name, so their attention layers are replaced in the modules
     of transformers; with another implementation they compute as before. DeepSeek-V3's layers are wrapped, so that they
-    pass on latents where the plan lets these travel.
+    pass on latents where the plan lets these travel. Calls of models with a plan are checked for heads that read other
+    rows than their own.
 
     Returns:
         The name of the implementation.
@@ -26,7 +29,7 @@ def register() -> str:
     """
     try:
         import transformers
-        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     except ImportError as error:
         raise ConfigError(f"transformers cannot be imported ({error}); valid: transformers 5 or later") from None
     if int(transformers.__version__.split(".")[0]) < 5:
@@ -35,11 +38,12 @@ def register() -> str:
     AttentionMaskInterface.register(IMPLEMENTATION, planned_mask)
     replace_alibi_attention(IMPLEMENTATION)
     keep_latents()
+    check_calls(PreTrainedModel)
     return IMPLEMENTATION
 
 
-def planned_mask(*arguments: Any, attention_mask: Any = None, **others: Any) -> Any:
-    """Return what a model passes to its layers as attention_mask: nothing, as the plan's documents say what is visible.
+def planned_mask(*, mask_function: Any, attention_mask: Any = None, **others: Any) -> ModelMask:
+    """Return what a model passes to its layers as attention_mask: the function that says what is visible.
 
     Raises:
         ConfigError: the batch has an attention_mask, which says that it has padding.
@@ -51,4 +55,4 @@ def planned_mask(*arguments: Any, attention_mask: Any = None, **others: Any) -> 
             'model.set_attn_implementation("sdpa") ("eager" for gpt_oss)'
         )
     model_type = getattr(others.get("config"), "model_type", None)
-    return current_mask() if model_type in ALIBI_MODELS else None
+    return ModelMask(mask_function, current_plan() if model_type in ALIBI_MODELS else None)

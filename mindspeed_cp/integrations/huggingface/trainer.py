@@ -24,7 +24,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.integrations.huggingface.batch import planned_batch
-from mindspeed_cp.integrations.huggingface.families import attention_config
+from mindspeed_cp.integrations.huggingface.families import has_dropout
 from mindspeed_cp.layout import PackedTrajectories
 
 #: Settings of TrainingArguments, their only valid value, and why.
@@ -85,13 +85,14 @@ class PlannedCollator:
     ) -> None:
         self.config, self.mesh, self.algorithm, self.seed, self.arguments = config, mesh, algorithm, seed, arguments
         self.epoch = 0
-        self._has_dropout = any(attention_config(config, layer).dropout for layer in range(config.num_hidden_layers))
+        self._has_dropout = has_dropout(config)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the keyword arguments of the model for one row.
 
         Raises:
-            ConfigError: there are several rows, or this is a worker process.
+            ConfigError: there are several rows, this is a worker process, or the row has no tokens or documents with
+                other keys.
         """
         if len(rows) != 1 or "documents" not in rows[0]:
             raise ConfigError(
@@ -107,10 +108,18 @@ class PlannedCollator:
                 "count; valid under the Trainer: lists of documents; for trees a loop of your own with "
                 "planned_trajectories and tree_loss"
             )
-        batch = {
-            name: torch.cat([torch.as_tensor(document[name]) for document in documents])[None]
-            for name in dict.fromkeys(("input_ids", "labels", *documents[0]))
-        }
+        names = dict.fromkeys(("input_ids", "labels", *(name for document in documents for name in document)))
+        for index, document in enumerate(documents):
+            missing = [name for name in names if name not in document]
+            if missing:
+                raise ConfigError(
+                    f"document {index} of row {rows[0]['number']} has no {missing[0]}; valid: documents with "
+                    f"{', '.join(names)}, alike in a row"
+                )
+        documents = [document for document in documents if len(document["input_ids"])]
+        if not documents:
+            raise ConfigError(f"row {rows[0]['number']} has no tokens; valid: rows with one token or more")
+        batch = {name: torch.cat([torch.as_tensor(document[name]) for document in documents])[None] for name in names}
         lengths = [len(document["input_ids"]) for document in documents]
         batch["cu_seq_lens_q"] = torch.tensor([0, *lengths]).cumsum(0)
         seed = np.random.SeedSequence([self.seed, self.epoch, rows[0]["number"]]).generate_state(1, np.uint32)[0]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from mindspeed_cp.comm import group_size, resolve_group
+from mindspeed_cp.comm import group_size
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.integrations.huggingface.loss import loss_share
+from mindspeed_cp.integrations.huggingface.rows import gather_numbered
 from mindspeed_cp.integrations.huggingface.trees import RankTargets
 
 
@@ -119,23 +119,6 @@ def trajectory_log_probs(log_probs: Tensor, targets: RankTargets, gradient_facto
             f"log_probs have shape {list(log_probs.shape)}; valid: {list(targets.numbers.shape)}, one for each target "
             "of this rank, as target_log_probs returns them"
         )
-    whole: Tensor = _GatherTargets.apply(log_probs, targets, gradient_factor)
+    whole = gather_numbered(log_probs, targets.numbers, len(targets.batch_targets), targets.plan, gradient_factor)
     numbers = [torch.from_numpy(numbers).to(whole.device) for numbers in targets.batch_targets.of_trajectories]
     return tuple(whole[number] for number in numbers)
-
-
-class _GatherTargets(torch.autograd.Function):
-    """The values of all targets of the batch; each is on one rank."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, targets: RankTargets, factor: float) -> Tensor:
-        ctx.targets, ctx.factor = targets, factor
-        whole = x.new_zeros(len(targets.batch_targets))
-        whole[targets.numbers] = x
-        if group_size(targets.plan.group) > 1:
-            dist.all_reduce(whole, group=resolve_group(targets.plan.group))
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return gradients[0][ctx.targets.numbers] * ctx.factor, None, None

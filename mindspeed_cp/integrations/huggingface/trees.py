@@ -26,6 +26,7 @@ from torch import Tensor
 from mindspeed_cp.comm import DEFAULT_TIMEOUT
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.integrations.huggingface.batch import cut_batch, extended_digest
+from mindspeed_cp.integrations.huggingface.labels import check_vocabulary
 from mindspeed_cp.integrations.huggingface.plans import ModelPlans, RankPlans, as_model_plans, build_plans
 from mindspeed_cp.layout import PackedTrajectories, TreeTargets
 from mindspeed_cp.plan import Topology
@@ -146,6 +147,7 @@ def shard_trajectories(
     )  # fmt: skip
     weights_of_targets = packed.targets.weights(weights)
     tokens = torch.from_numpy(packed.tokens)[None].to(device)
+    check_vocabulary("packed", tokens, plans.vocabulary)
     rows = cut_batch({"input_ids": tokens}, rank_plans, np.ones(tokens.shape, bool))
     for integers in (np.concatenate(packed.tree_tokens), weights_of_targets.view(np.int64)):
         rank_plans.batch_digest = extended_digest(rank_plans.batch_digest or 0, torch.from_numpy(integers))

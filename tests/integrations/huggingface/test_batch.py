@@ -34,7 +34,7 @@ def padded() -> dict[str, torch.Tensor]:
     tokens = torch.arange(1, 13).reshape(3, 4)
     return {
         "input_ids": tokens,
-        "labels": tokens * 10,
+        "labels": tokens * 5,
         "attention_mask": torch.tensor([[1, 1, 1, 0], [0, 0, 1, 1], [1, 1, 1, 1]]),
     }
 
@@ -45,7 +45,7 @@ def test_rows_without_padding_are_documents() -> None:
     assert documents == Documents([3, 2, 4])
     plans = plans_for(documents)
     assert assembled(batch, plans, "input_ids").tolist() == [1, 2, 3, 7, 8, 9, 10, 11, 12]
-    assert assembled(batch, plans, "shift_labels").tolist() == [20, 30, -100, 80, -100, 100, 110, 120, -100]
+    assert assembled(batch, plans, "shift_labels").tolist() == [10, 15, -100, 40, -100, 50, 55, 60, -100]
     assert assembled(batch, plans, "position_ids").tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3]
     assert cp.documents_of_batch({"input_ids": batch["input_ids"]}) == Documents([4, 4, 4])
 
@@ -53,7 +53,7 @@ def test_rows_without_padding_are_documents() -> None:
 def test_a_full_mask_keeps_labels_where_they_are() -> None:
     batch = padded()
     plans = plans_for(cp.documents_of_batch(batch), name="bert")
-    assert assembled(batch, plans, "labels").tolist() == [10, 20, 30, 70, 80, 90, 100, 110, 120]
+    assert assembled(batch, plans, "labels").tolist() == [5, 10, 15, 35, 40, 45, 50, 55, 60]
 
 
 def test_the_flattening_collator_of_transformers_says_documents() -> None:
@@ -229,6 +229,28 @@ def test_shares_of_the_loss_add_up_to_the_mean() -> None:
             cp.count_labels(labels)
     with pytest.raises(ConfigError, match="labels has no tensor"):
         cp.loss(logits, None, count)
+
+
+@pytest.mark.parametrize("count", [-5, float("nan"), float("inf"), "x"])
+def test_counts_that_are_none_are_refused(count: Any) -> None:
+    with pytest.raises(ConfigError, match=f"count is {count!r}; valid: 0 or more"):
+        cp.loss(torch.zeros(1, 2, 7), torch.zeros(1, 2, dtype=torch.int64), count)
+    if count != -5:
+        with pytest.raises(ConfigError, match=f"divisor is {count!r}; valid: a finite number"):
+            cp.loss_share(torch.zeros(()), count)
+
+
+def test_labels_beyond_the_vocabulary_are_refused() -> None:
+    for label in (61, -7):
+        labels = TOKENS.clone()
+        labels[0, 4] = label
+        with pytest.raises(ConfigError, match=f"labels has {label}; valid: 0 to 60, the model's vocabulary, or -100"):
+            cp.shard_batch({"input_ids": TOKENS, "labels": labels}, plans_for(Documents([9])), 0)
+        with pytest.raises(ConfigError, match=f"labels has {label}; valid: 0 to 60"):
+            cp.loss(torch.zeros(1, 9, 61), labels, 9)
+    packed = Documents.from_trajectories([[3, 4, 61], [3, 5]])
+    with pytest.raises(ConfigError, match="packed has 61; valid: 0 to 60"):
+        cp.shard_trajectories(packed, plans_for(packed.documents, 1), 0)
 
 
 def test_calls_without_a_plan_say_what_to_do() -> None:

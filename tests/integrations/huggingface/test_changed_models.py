@@ -180,13 +180,16 @@ def test_settings_that_no_plan_has_are_refused_by_name(name: str, settings: dict
     [
         ("Llama4TextConfig", "attention_chunk_size"),
         ("Qwen3NextConfig", "linear attention"),
+        ("Qwen3_5TextConfig", "linear attention"),
+        ("Qwen3_5Config", "linear attention"),
         ("T5Config", "not been compared"),
+        ("Gemma3Config", "not been compared.*; valid: its text model's, config.text_config"),
     ],
 )
 def test_models_that_are_not_computed_are_refused_by_name(kind: str, says: str) -> None:
     import transformers
 
-    with pytest.raises(ConfigError, match=f"model_type is .*{says}.*; valid: llama, "):
+    with pytest.raises(ConfigError, match=f"model_type is .*{says}.*llama, "):
         cp.attention_config(getattr(transformers, kind)(), 0)
 
 

@@ -145,6 +145,33 @@ def test_the_collator_passes_loss_masks_on() -> None:
     assert made["shift_labels"].tolist() == [[-100, 7, -100, -100, 7, -100]]
 
 
+def test_empty_documents_have_no_rows_and_missing_labels_are_named() -> None:
+    mesh = SimpleNamespace(mesh=np.array([0]), mesh_dim_names=("cp",), get_local_rank=lambda: 0, get_group=lambda: None)
+    collator = cp.PlannedCollator(make_config("llama"), mesh, "ring")
+    document, empty = {"input_ids": [5, 6], "labels": [5, 6]}, {"input_ids": [], "labels": []}
+    made = [collator([{"number": 0, "documents": row}]) for row in ([document], [empty, document, empty])]
+    for name in ("input_ids", "labels", "position_ids"):
+        assert torch.equal(made[0][name], made[1][name]) and made[1][name].dtype == torch.int64
+    for row in ([], [empty]):
+        with pytest.raises(ConfigError, match="row 7 has no tokens; valid: rows with one token or more"):
+            collator([{"number": 7, "documents": row}])
+    for row, says in (([{"input_ids": [5]}], "document 0 of row 7 has no labels"), ([document, {**document, "loss_mask": [0, 1]}], "document 0 of row 7 has no loss_mask")):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"{says}; valid: documents with input_ids, labels"):
+            collator([{"number": 7, "documents": row}])
+
+
+@pytest.mark.parametrize("kind", ["Gemma3Config", "Llama4Config", "Mistral3Config"])
+def test_configurations_of_several_models_are_refused_by_name(kind: str) -> None:
+    import transformers
+
+    from mindspeed_cp.integrations.verl import PlannedUlysses
+
+    config = getattr(transformers, kind)()
+    for make in (cp.PlannedCollator, PlannedUlysses):
+        with pytest.raises(ConfigError, match=f"model_type is '{config.model_type}': .*; valid: "):
+            make(config, SimpleNamespace(mesh=[0]))
+
+
 def test_the_collator_takes_one_row() -> None:
     collator = cp.PlannedCollator(make_config("llama"), None)
     with pytest.raises(ConfigError, match="the collator got 2 rows; valid: 1 row of RepeatedRows"):

@@ -1,0 +1,113 @@
+"""Heads that read other rows than their own: refused, as a rank has only its own rows.
+
+A rank's last row is not the last token of a document, and a mean over its rows is not that of a document. Calls of
+models with a plan are checked: the class says what it reads, and so does the shape of what it returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.integrations.huggingface.plans import RankPlans
+
+#: Ends of the names of transformers' classes whose heads read each row alone, behind "For".
+_BY_ROW = ("CausalLM", "MaskedLM", "ConditionalGeneration", "TokenClassification")
+
+_VALID = (
+    "heads that read each row alone (...ForCausalLM, ...ForMaskedLM, ...ForConditionalGeneration, "
+    "...ForTokenClassification), or the hidden states of the model below, put together by gather_rows(hidden, "
+    'rows["plan"], tokens=...), and the head on these'
+)
+
+
+def check_head(model: nn.Module) -> None:
+    """Raise ConfigError if a model of transformers, or one in it, has a head that reads other rows than its own."""
+    for module in model.modules():
+        name = _pooling_class(type(module))
+        if name is not None:
+            raise ConfigError(
+                f"the model is a {name}, whose head reads other rows than its own; a rank has only its own rows; "
+                f"valid: {_VALID}"
+            )
+
+
+def check_calls(base: type[nn.Module]) -> None:
+    """Let models check their heads when they are called with a plan; done once.
+
+    Args:
+        base: class of all models of transformers.
+    """
+    if "__call__" in vars(base):
+        return
+
+    def call(self: Any, *arguments: Any, **others: Any) -> Any:
+        plan = others.get("plan")
+        if not isinstance(plan, RankPlans):
+            return nn.Module.__call__(self, *arguments, **others)
+        _check_call(self, plan, others)
+        output = nn.Module.__call__(self, *arguments, **others)
+        _check_output(type(self).__name__, output, plan)
+        return output
+
+    base.__call__ = call  # type: ignore[method-assign]
+
+
+def _pooling_class(kind: type) -> str | None:
+    """Return the name of a class or of a base of it whose head reads other rows; None: there is none."""
+    for base in kind.__mro__:
+        name = base.__name__
+        task = name.rpartition("For")[2] if "For" in name else ""
+        is_model = base.__module__.startswith("transformers.") or any(
+            x.__name__ == "PreTrainedModel" for x in base.__mro__
+        )
+        if is_model and (name.endswith("DoubleHeadsModel") or (task[:1].isupper() and task not in _BY_ROW)):
+            return name
+    return None
+
+
+def _check_call(model: Any, plan: RankPlans, arguments: Mapping[str, Any]) -> None:
+    """Raise ConfigError if a call of a model reads other rows, or labels that are not those of its rows."""
+    name = _pooling_class(type(model))
+    if name is not None:
+        raise ConfigError(
+            f"the model is a {name}, whose head reads other rows than its own, and rank {plan.rank} has only its own "
+            f"rows; valid: {_VALID}"
+        )
+    kept = arguments.get("logits_to_keep")
+    if isinstance(kept, int) and kept:
+        raise ConfigError(
+            f"logits_to_keep is {kept}, the last of the rows of rank {plan.rank}, which end no document; valid: 0, or "
+            "a tensor of rows of this rank"
+        )
+    if not type(model).__name__.endswith("ForTokenClassification"):
+        return
+    if plan.shifts_labels:
+        raise ConfigError(
+            f"the batch of a {type(model).__name__} had labels, which were shifted by one token, as a model with a "
+            "causal mask predicts the next one; valid: classes of tokens under another name in the batch, such as "
+            '"classes", and loss(model(**rows).logits, classes, count_labels(classes))'
+        )
+    if arguments.get("labels") is not None:
+        raise ConfigError(
+            f"labels were given to a {type(model).__name__}, whose loss is the mean over the rows of rank {plan.rank}; "
+            "valid: loss(model(**rows).logits, labels, count_labels(labels)), the mean over those of all ranks"
+        )
+
+
+def _check_output(model: str, output: Any, plan: RankPlans) -> None:
+    """Raise ConfigError if a model returned something else than scalars and values of rows."""
+    listed = output if isinstance(output, tuple) else (output,)
+    for name, x in output.items() if isinstance(output, Mapping) else enumerate(listed):
+        if not isinstance(x, Tensor) or not x.is_floating_point() or not x.dim() or name == "image_hidden_states":
+            continue
+        is_by_row = tuple(x.shape[:2]) == (1, plan.padded_rows) and name != "pooler_output"
+        if not is_by_row and not (name == "logits" and x.dim() == 3):  # logits of chosen rows
+            raise ConfigError(
+                f"{model} returned {name} of shape {list(x.shape)}, which are no values of the {plan.padded_rows} rows "
+                f"of rank {plan.rank}: a pooled value knows only these; valid: models without a pooler "
+                f"(add_pooling_layer=False) and {_VALID}"
+            )
