@@ -91,18 +91,18 @@ def plan_html(plan: Plan, bytes_per_element: int = 2) -> str:
 
 
 def pairs_of_ranks(plan: Plan) -> np.ndarray:
-    """Count the visible (query, key) pairs x query heads of each rank's queries, int64 [ranks].
+    """Count the visible (query, key) pairs x query heads of each rank's queries, fp64 [ranks].
 
     Equals `plan.work().sum(1)` for a plan that :func:`mindspeed_cp.verify_plan` accepts, without deriving tiles.
     """
-    out = np.zeros(plan.ranks, np.int64)
+    out = np.zeros(plan.ranks)
     for part in plan.parts_or_self:
         layout = part.q_layout_compute
         spans = layout.spans
         runs = spans["doc"], spans["start"], spans["stop"]
         pairs = run_pairs(*runs, layout.documents, part.kv_documents, plan.attention)
         heads = layout.head_counts(plan.attention.heads)[spans["rank"]]
-        np.add.at(out, spans["rank"], pairs.astype(np.int64) * heads)
+        np.add.at(out, spans["rank"], pairs * heads)
     return out
 
 

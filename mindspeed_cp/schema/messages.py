@@ -37,7 +37,17 @@ _SYNONYMS = {
     "folder": ("dir", "directory", "output_dir", "save"),
 }
 _VALUE_LIMIT = 80  # characters
-_REPR = reprlib.Repr()  # of values that are no JSON: it looks at the first items of a list alone
+_MAX_BITS = 128  # of an integer that a message shows: Python writes none of more than 4,300 digits
+
+
+class _ShortRepr(reprlib.Repr):
+    """Of values that are no JSON: it looks at the first items of a list alone."""
+
+    def repr_int(self, x: int, level: int) -> str:
+        return f"<an integer of {x.bit_length():,} bits>" if x.bit_length() > _MAX_BITS else repr(x)
+
+
+_REPR = _ShortRepr()
 _REPR.maxstring = _REPR.maxother = _VALUE_LIMIT
 _BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
 

@@ -21,7 +21,7 @@ class PlanSummary:
         heads: first and last-plus-one query head and kv head of each rank, int64 [ranks, 4]; all heads in a plan of
             parts, whose parts have their own.
         tiles: attention tiles, int64 [ranks, steps].
-        work: visible (query, key) pairs times the rank's query heads, int64 [ranks, steps].
+        work: visible (query, key) pairs times the rank's query heads, fp64 [ranks, steps].
         sent, received: key/value rows of the forward's messages, int64 [ranks].
         reduced: gradient rows sent in the backward's messages, int64 [ranks].
         traffic: bytes that each rank sends (`mindspeed_cp.plan.traffic`).
@@ -166,7 +166,7 @@ class PlanSummary:
             "heads": self.heads[rank, :2].tolist(),
             "kv_heads": self.heads[rank, 2:].tolist(),
             "tiles": self.tiles[rank].tolist(),
-            "work": self.work[rank].tolist(),
+            "work": list(map(int, self.work[rank])),
             "bytes_sent": {name: int(self.traffic[name][rank]) for name in self.traffic.dtype.names or ()},
             **{name: int(values[rank]) for name, values in counts.items()},
         }
@@ -191,11 +191,12 @@ def summarize_plan(plan: Plan, bytes_per_element: int = 2) -> PlanSummary:
     else:
         bounds = plan.q_layout_compute.head_bounds(attention.heads)
         heads = np.hstack([bounds, plan.kv_layout_compute.head_bounds(attention.kv_heads)])
-        tiles, work = np.zeros((2, plan.ranks, plan.forward.steps), np.int64)
+        tiles = np.zeros((plan.ranks, plan.forward.steps), np.int64)
+        work = np.zeros(tiles.shape)  # in fp64: pairs alone may have 62 bits
         for rank in range(plan.ranks):
             rank_tiles = plan.forward.tiles(rank)
             np.add.at(tiles[rank], rank_tiles["step"], 1)
-            pairs = count_pairs(rank_tiles, attention) * (heads[rank, 1] - heads[rank, 0])
+            pairs = count_pairs(rank_tiles, attention) * float(heads[rank, 1] - heads[rank, 0])
             np.add.at(work[rank], rank_tiles["step"], pairs)
     programs = [(part.forward.fetch.items, part.backward.reduce.items) for part in plan.parts_or_self]
     fetched = np.concatenate([fetch for fetch, _ in programs])
@@ -220,4 +221,4 @@ def summarize_plan(plan: Plan, bytes_per_element: int = 2) -> PlanSummary:
 
 
 def _over_mean(values: np.ndarray) -> float:
-    return float(values.max() * len(values) / values.sum()) if values.sum() else 1.0
+    return float(values.max() / values.mean()) if values.any() else 1.0

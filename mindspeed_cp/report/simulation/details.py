@@ -47,7 +47,7 @@ class ComputedTiles:
                 tables.append(tiles)
         all_tiles = np.concatenate(tables)
         self._key = all_tiles["rank"] * self._steps + all_tiles["step"]
-        order = np.lexsort((-all_tiles["pairs"] * all_tiles["heads"], self._key))
+        order = np.lexsort((-all_tiles["pairs"] * all_tiles["heads"].astype(float), self._key))
         self.tiles, self._key = all_tiles[order], self._key[order]
 
     def of(self, rank: int, step: int) -> np.ndarray:

@@ -158,7 +158,7 @@ def _direction(timeline: Timeline, direction: str, ranks: list[int], detailed: l
 def _tiles(tiles: np.ndarray) -> list[int] | int:
     if not len(tiles):
         return 0
-    out = [len(tiles), len(np.unique(tiles["doc"])), int((tiles["pairs"] * tiles["heads"]).sum())]
+    out = [len(tiles), len(np.unique(tiles["doc"])), int((tiles["pairs"] * tiles["heads"].astype(float)).sum())]
     for tile in tiles[:LISTED_TILES].tolist():
         out += [tile[2], tile[3], tile[4], tile[6], tile[7]]
     return out
