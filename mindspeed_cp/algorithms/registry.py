@@ -240,16 +240,14 @@ def build_plan(
     return choose_latents(build, topology, attention, latents)
 
 
-def _check_bytes(
-    documents: Documents, kv_documents: Documents, topology: Topology, attention: AttentionConfig
-) -> None:
+def _check_bytes(documents: Documents, kv_documents: Documents, topology: Topology, attention: AttentionConfig) -> None:
     """Raise ConfigError where a count of bytes of the plan, over all ranks and messages, may exceed int64."""
     row = attention.expanded.kv_row.channels + attention.heads * (attention.head_dim + attention.head_dim_v)
     upper_bound = row * (64 * documents.tokens + 16 * kv_documents.tokens * topology.ranks)
     if upper_bound >= 2**63:
         raise ConfigError(
-            f"attention has {row:,} channels of q, k, v and out, for {documents.tokens:,} tokens over {topology.ranks:,} "
-            f"ranks: their messages may have {upper_bound:.1e} bytes; valid: below {2.0**63:.1e}; give fewer heads, "
+            f"attention has {row:,} channels of q, k, v and out, for {documents.tokens:,} tokens over "
+            f"{topology.ranks:,} ranks: their messages may have {upper_bound:.1e} bytes; valid: below {2.0**63:.1e}; give fewer heads, "
             "channels, tokens or ranks"
         )
 

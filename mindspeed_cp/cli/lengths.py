@@ -122,6 +122,10 @@ def _parse_numbers(lines: Iterable[tuple[int | None, str]], name: str) -> np.nda
     """Return the whole numbers in (line number, text)."""
     lengths = []
     for number, line in lines:
+        empty = re.search(r"(?:^|[,;\[])\s*[,;]", line.rstrip())
+        if empty is not None:
+            location = "" if number is None else f" line {number}:"
+            raise ConfigError(f"{name}:{location} no length stands before a comma; {ADVICE}")
         for match in re.finditer(r"[^\s,;\[\]]+", line):
             word = match[0]
             too_long = word.isdecimal() and int(word.lstrip("0")[:20] or 0) > MAX_TOKENS

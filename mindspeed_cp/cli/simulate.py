@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mindspeed_cp.cli.options import AsJson, HeadDim, Heads, KvHeads, Lengths, Nodes, Overrides, Ranks, RanksPerNode
+from mindspeed_cp.cli.options import (
+    AsJson,
+    Dtype,
+    HeadDim,
+    Heads,
+    KvHeads,
+    Lengths,
+    Nodes,
+    Overrides,
+    Ranks,
+    RanksPerNode,
+)
 from mindspeed_cp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,6 +62,7 @@ def simulate(
     heads: Heads = None,
     kv_heads: KvHeads = None,
     head_dim: HeadDim = None,
+    dtype: Dtype = None,
     algorithms: Annotated[
         str,
         typer.Option(help="all, or names with options after colons, such as ring,direct:prefetch=4"),
@@ -100,7 +112,7 @@ def simulate(
     if show is not None and png is None and trace is None:
         raise ConfigError(f"--show {show}: applies to --png and --trace; give one of them, or leave --show out")
     request = SimulateRequest(
-        config, overrides or (), None, heads, kv_heads, head_dim, cluster, ranks, nodes, ranks_per_node,
+        config, overrides or (), None, heads, kv_heads, head_dim, cluster, ranks, nodes, ranks_per_node, dtype,
         lengths, tokens_per_rank, seed, batches, algorithms, sharing,
     )  # fmt: skip
     case, candidates = read_case(request)

@@ -38,7 +38,9 @@ class _Loader(yaml.SafeLoader):
         text = str(self.construct_scalar(node))
         digits = text.lstrip("-+")
         if len(digits) > MAX_DIGITS:
-            raise yaml.MarkedYAMLError(problem=f"a number of more than {MAX_DIGITS} digits", problem_mark=node.start_mark)
+            raise yaml.MarkedYAMLError(
+                problem=f"a number of more than {MAX_DIGITS} digits", problem_mark=node.start_mark
+            )
         if not _DECIMAL.fullmatch(text):
             return int(text, 0)
         if digits[0] == "0" < digits[1:]:

@@ -43,8 +43,7 @@ class BufferBytes:
     has_copies: bool
 
 
-#: First rows and numbers of rows of the runs of a part's rows among the caller's rows, for each rank; None: the part has
-#: all rows.
+#: First rows and numbers of rows of the runs of a part's rows among the caller's, for each rank; None: all rows.
 Rows = Sequence[tuple[np.ndarray, np.ndarray]] | None
 
 
