@@ -247,8 +247,8 @@ def _check_bytes(documents: Documents, kv_documents: Documents, topology: Topolo
     if upper_bound >= 2**63:
         raise ConfigError(
             f"attention has {row:,} channels of q, k, v and out, for {documents.tokens:,} tokens over "
-            f"{topology.ranks:,} ranks: their messages may have {upper_bound:.1e} bytes; valid: below {2.0**63:.1e}; give fewer heads, "
-            "channels, tokens or ranks"
+            f"{topology.ranks:,} ranks: messages may have {upper_bound:.1e} bytes; valid: below {2.0**63:.1e}; give "
+            "fewer heads, channels, tokens or ranks"
         )
 
 

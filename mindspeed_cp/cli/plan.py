@@ -84,7 +84,7 @@ def plan(
     from mindspeed_cp.algorithms import build_plan
     from mindspeed_cp.cli.case import balance_notes, check_lengths_given, layer_cost, read_batch
     from mindspeed_cp.cli.command_settings import CommandSettings
-    from mindspeed_cp.cli.lengths import read_lengths, read_numbers
+    from mindspeed_cp.cli.lengths import check_memory, read_lengths, read_numbers
     from mindspeed_cp.cli.tree_file import read_trees
     from mindspeed_cp.config.derived import rank_attention
     from mindspeed_cp.layout import Documents
@@ -113,6 +113,7 @@ def plan(
     keys = None if kv_lengths is None else Documents(read_numbers(kv_lengths, f"--kv-lengths {kv_lengths!r}"))
     attention = replace(rank_attention(settings), mask=mask)
     suite = settings.context_parallel_suite
+    check_memory(documents if keys is None else keys, suite.topology.ranks, suite.algorithm)
     plan_options = settings.plan_options if options.has_linear_part(file) else suite.options
     result = build_plan(documents, suite.topology, attention, suite.algorithm, kv_documents=keys, **plan_options)
     time = modelled_time(result, attention, layer_cost(options, file, settings, attention), _too_large(result))

@@ -97,8 +97,9 @@ def simulate(
 
     mindspeed-cp simulate --lengths wikipedia --cluster a2 --nodes 4 --html out.html
     """
-    from mindspeed_cp.choose.compare import compare_algorithms
+    from mindspeed_cp.choose.compare import EVEN_RING, compare_algorithms
     from mindspeed_cp.cli.case import SimulateRequest, read_case
+    from mindspeed_cp.cli.lengths import check_memory
     from mindspeed_cp.report.files import check_output_path
     from mindspeed_cp.report.simulation.tables import conclusion, simulation_dict, simulation_tables
 
@@ -116,6 +117,8 @@ def simulate(
         lengths, tokens_per_rank, seed, batches, algorithms, sharing,
     )  # fmt: skip
     case, candidates = read_case(request)
+    for algorithm in dict.fromkeys(candidate.algorithm for candidate in (EVEN_RING, *candidates)):
+        check_memory(max(case.batches, key=len), case.topology.ranks, algorithm)
     decision = _choose(case, candidates) if choose else None
     comparison = compare_algorithms(case, candidates)
     shown = _shown(comparison, show)

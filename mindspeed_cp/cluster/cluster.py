@@ -239,7 +239,6 @@ def cluster_of(topology: Topology) -> Cluster:
         ConfigError: The cluster does not exist, or its nodes have fewer ranks.
     """
     check_type("topology", topology, Topology, "Topology(...)")
-    check_type("topology.cluster", topology.cluster, (str, type(None)), "a name, the path of a file, or None")
     return _cluster_of(topology)
 
 
