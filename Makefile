@@ -105,7 +105,7 @@ docs-tables: $(INSTALLED) ## write what is computed in the READMEs, docs/ and co
 lint: $(INSTALLED) ## ruff, mypy, the order of imports, and known faults of the pinned packages
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check --quiet .
-	$(RUN)/mypy --num-workers $(JOBS)
+	$(RUN)/mypy  # without --num-workers: on a busy machine its workers are given up after seconds
 	$(RUN)/lint-imports --no-logo
 	$(RUN)/python requirements/audit.py $(VENV)-tools
 

@@ -16,6 +16,7 @@ from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan.problem import AttentionConfig, Topology
 from mindspeed_cp.plan.program import Plan
 from mindspeed_cp.schema.messages import closest_names, did_you_mean, short_repr
+from mindspeed_cp.schema.numbers import check_type
 
 Builder = Callable[..., Plan]
 
@@ -213,23 +214,19 @@ def build_plan(
     Raises:
         ConfigError: the algorithm or an option is unknown or out of range, or documents and kv_documents do not match.
     """
-    arguments: dict[str, tuple[object, type]] = {
-        "documents": (documents, Documents),
-        "topology": (topology, Topology),
-        "attention": (attention, AttentionConfig),
-        "kv_documents": (documents if kv_documents is None else kv_documents, Documents),
-    }
-    for argument, (value, kind) in arguments.items():
-        if not isinstance(value, kind):
-            raise ConfigError(f"{argument} is {value!r}; valid: {kind.__name__}(...)")
+    kv_documents = documents if kv_documents is None else kv_documents
+    for argument, value in (("documents", documents), ("kv_documents", kv_documents)):
+        check_type(argument, value, Documents, "Documents(...)")
+    check_type("topology", topology, Topology, "Topology(...)")
+    check_type("attention", attention, AttentionConfig, "AttentionConfig(...)")
     name = algorithm_name(algorithm)
     check_options(name, options, topology.ranks)
-    kv_documents = documents if kv_documents is None else kv_documents
     if len(kv_documents) != len(documents):
         raise ConfigError(
             f"kv_documents has {len(kv_documents)} documents, documents {len(documents)}; valid: one length of keys "
             "for each document"
         )
+    _check_bytes(documents, kv_documents, topology, attention)
     _check_trees_and_blocks(documents, kv_documents, attention)
     if attention.mask == "causal" and kv_documents != documents:
         raise ConfigError(f"{CAUSAL_CROSS_ATTENTION[0]}; valid: {CAUSAL_CROSS_ATTENTION[1]}")
@@ -241,6 +238,18 @@ def build_plan(
         return plan if reduce_dtype == plan.reduce_dtype else with_reduce_dtype(plan, reduce_dtype)
 
     return choose_latents(build, topology, attention, latents)
+
+
+def _check_bytes(documents: Documents, kv_documents: Documents, topology: Topology, attention: AttentionConfig) -> None:
+    """Raise ConfigError where a count of bytes of the plan, over all ranks and messages, may exceed int64."""
+    row = attention.expanded.kv_row.channels + attention.heads * (attention.head_dim + attention.head_dim_v)
+    upper_bound = row * (64 * documents.tokens + 16 * kv_documents.tokens * topology.ranks)
+    if upper_bound >= 2**63:
+        raise ConfigError(
+            f"attention has {row:,} channels of q, k, v and out, for {documents.tokens:,} tokens over "
+            f"{topology.ranks:,} ranks: messages may have {upper_bound:.1e} bytes; valid: below {2.0**63:.1e}; give "
+            "fewer heads, channels, tokens or ranks"
+        )
 
 
 def _check_trees_and_blocks(documents: Documents, kv_documents: Documents, attention: AttentionConfig) -> None:

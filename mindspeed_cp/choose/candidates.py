@@ -13,6 +13,7 @@ from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan.problem import AttentionConfig, Topology
 from mindspeed_cp.plan.program import Plan
 from mindspeed_cp.schema.messages import short_repr
+from mindspeed_cp.schema.numbers import check_type
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ def parse_candidate(word: str) -> Candidate:
         ConfigError: The algorithm or an option is unknown, an option is given twice, or its value is valid for no
             documents and ranks; lists what is valid.
     """
+    check_type("candidate", word, str, "text such as hybrid:ulysses_degree=4")
     alias, *pairs = word.split(":")
     name = algorithm_name(alias)
     known, options = algorithm_options(name), {}
@@ -80,7 +82,7 @@ def parse_candidate(word: str) -> Candidate:
 
 def parse_option_value(text: str) -> int | bool | str:
     """Return an option's value as an integer or a bool if it reads as one, else as text."""
-    if re.fullmatch(r"-?\d+", text):
+    if re.fullmatch(r"-?[0-9]{1,40}", text):
         return int(text)
     return {"true": True, "false": False}.get(text, text)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from mindspeed_cp.algorithms.registry import ALGORITHMS
 from mindspeed_cp.choose.candidates import Candidate, default_candidates
 from mindspeed_cp.choose.decision import CandidateTrial, Decision
 from mindspeed_cp.choose.explain import explain_choice
@@ -28,6 +29,8 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan.problem import AttentionConfig, Topology
 from mindspeed_cp.plan.program import REDUCE_BYTES, Plan
+from mindspeed_cp.schema.messages import short_repr
+from mindspeed_cp.schema.numbers import check_type
 from mindspeed_cp.simulate.memory import attention_bytes_upper_bound, attention_peak_bytes
 from mindspeed_cp.simulate.simulator import simulate_plan
 from mindspeed_cp.simulate.tile_work import COARSE_SPANS
@@ -65,6 +68,16 @@ def choose_algorithm(
     Raises:
         ConfigError: There is no token in the batches, no candidate, or no candidate is possible (with each reason).
     """
+    check_type("batches", batches, (list, tuple), "a list of Documents(...)")
+    for batch in batches:
+        check_type("batches", batch, Documents, "a list of Documents(...)")
+    check_type("topology", topology, Topology, "Topology(...)")
+    check_type("cluster", cluster, (Cluster, type(None)), "load_cluster(...), or None")
+    check_type("options", options, (dict, type(None)), "a dict of options, or None")
+    known = dict.fromkeys(name for algorithm in ALGORITHMS.values() for name in algorithm.options)
+    for name in options or {}:
+        if name not in known:
+            raise ConfigError(f"options: no algorithm has {short_repr(name)}; valid: {', '.join(known)}")
     if not any(batch.tokens for batch in batches):
         raise ConfigError("all batches are empty; valid: one batch or more, with tokens")
     cluster = cluster_of(topology) if cluster is None else cluster.with_ranks(topology.ranks_per_node)

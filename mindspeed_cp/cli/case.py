@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mindspeed_cp.algorithms import ALGORITHMS
@@ -65,9 +65,8 @@ def read_case(request: SimulateRequest) -> tuple[SimulationCase, list[Candidate]
     """
     if request.sharing not in LINK_SHARING:
         raise ConfigError(f"--sharing {request.sharing!r}: valid: {', '.join(LINK_SHARING)}")
-    if request.config is None:
-        _check_lengths_given(request.lengths)
     file = _read_settings_file(request)
+    check_lengths_given(request, file, request.lengths)
     settings = make_settings(file)
     topology = settings.context_parallel_suite.topology
     batches, source = _batches(request, topology.ranks, None if request.config is None else settings)
@@ -96,7 +95,8 @@ def layer_cost(given: CommandSettings, file: SettingsFile, settings: Settings, a
     """Return the cost of the linear part of a layer: that of the settings, or of a plain layer with this attention."""
     if given.has_linear_part(file):
         return mean_layer_cost(settings)
-    return LayerCost.for_attention(attention, settings.train.tensor_model_parallel_size)
+    plain = LayerCost.for_attention(attention, settings.train.tensor_model_parallel_size)
+    return replace(plain, bytes_per_element=2 if settings.train.bf16 else 4)
 
 
 def balance_notes(settings: Settings, shown: str) -> list[str]:
@@ -132,18 +132,18 @@ def read_batch(config: Path | None, lengths: str | None, settings: Settings) -> 
     """Return one batch: drawn from the distribution `lengths`, or the first row of a training.
 
     Raises:
-        ConfigError: neither lengths nor a settings file are given, or there is no such distribution or corpus.
+        ConfigError: there is no such distribution or corpus.
     """
-    if config is None:
-        _check_lengths_given(lengths)
     request = SimulateRequest(lengths=lengths, batches=1)
     ranks = settings.context_parallel_suite.context_parallel_size
     return _batches(request, ranks, None if config is None else settings)[0][0]
 
 
-def _check_lengths_given(lengths: str | None) -> None:
-    if lengths is None:
-        raise ConfigError(f"give a settings file, or --lengths: {VALID_LENGTHS}; sets: {', '.join(length_names())}")
+def check_lengths_given(given: CommandSettings, file: SettingsFile, lengths: str | None) -> None:
+    """Raise ConfigError unless the documents are given: by --lengths, or by the section data of a settings file."""
+    if lengths is None and (given.config is None or not file.data.get("data")):
+        instead = "give a settings file, or" if given.config is None else f"{given.config} has no section data; give"
+        raise ConfigError(f"{instead} --lengths: {VALID_LENGTHS}; sets: {', '.join(length_names())}")
 
 
 def _notes(request: SimulateRequest, settings: Settings, topology: Topology) -> tuple[str, ...]:

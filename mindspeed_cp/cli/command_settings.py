@@ -12,6 +12,8 @@ from mindspeed_cp.schema.yaml_file import SettingsFile, parse_settings, read_set
 
 _SUITE = "context_parallel_suite"
 
+DTYPES = ("bf16", "fp32")
+
 
 @dataclass(frozen=True)
 class CommandSettings:
@@ -20,7 +22,7 @@ class CommandSettings:
     Attributes:
         config: settings file.
         overrides: of --set.
-        algorithm, heads, kv_heads, head_dim, cluster: values of the options of these names.
+        algorithm, heads, kv_heads, head_dim, cluster, dtype: values of the options of these names.
         ranks, nodes, ranks_per_node: the context-parallel ranks.
     """
 
@@ -34,13 +36,19 @@ class CommandSettings:
     ranks: int | None = None
     nodes: int | None = None
     ranks_per_node: int | None = None
+    dtype: str | None = None
 
     def read(self, built_in: str) -> SettingsFile:
         """Return the settings file, or the built-in settings (YAML), with the values of the options.
 
         Raises:
-            ConfigError: the file or an override is invalid, or the numbers of ranks contradict each other.
+            ConfigError: the file or an override is invalid, the numbers of ranks contradict each other, or the sizes of
+                the model are not given.
         """
+        if self.heads is not None and self.head_dim is None:
+            raise ConfigError(f"--heads {self.heads}: needs --head-dim, the channels of a head, such as --head-dim 128")
+        if self.dtype not in (None, *DTYPES):
+            raise ConfigError(f"--dtype {self.dtype!r}: valid: {', '.join(DTYPES)}")
         config = self.config
         file = parse_settings(built_in, "built-in settings") if config is None else read_settings_file(config)
         file = override_settings(file, self.overrides)
@@ -50,10 +58,32 @@ class CommandSettings:
             ("--heads", "model.num_attention_heads", self.heads),
             ("--kv-heads", "model.num_query_groups", self.kv_heads),
             ("--head-dim", "model.kv_channels", self.head_dim),
+            ("--dtype", "train.bf16", None if self.dtype is None else self.dtype == "bf16"),
         ):
             if value is not None:
                 file = with_value(file, key, value, option)
-        return self._with_topology(file)
+        return self._with_topology(self._with_model(file))
+
+    def _with_model(self, file: SettingsFile) -> SettingsFile:
+        """Return the settings with all sizes that are modelled; the defaults of `train` are no user's model."""
+        model, train = (
+            section if isinstance(section := file.data.get(name), dict) else {} for name in ("model", "train")
+        )
+        if self.config is None:
+            if "ffn_hidden_size" in model and "hidden_size" not in model:
+                raise ConfigError("--set model.ffn_hidden_size: needs the other size of linear layers, hidden_size")
+            return file
+        has_width = "hidden_size" in model or ("kv_channels" in model and not model.get("multi_latent_attention"))
+        if "num_attention_heads" not in model or not has_width:
+            missing = "model.num_attention_heads" if "num_attention_heads" not in model else "model.hidden_size"
+            raise ConfigError(
+                f"{self.config}: {missing} is not given, and nothing is modelled by a default; give the section model "
+                "(num_attention_heads, num_query_groups, kv_channels, hidden_size, ffn_hidden_size) and train.bf16, or "
+                "--heads, --kv-heads, --head-dim and --dtype"
+            )
+        if "bf16" not in train and file.is_override("model.num_attention_heads"):
+            file = with_value(file, "train.bf16", True)
+        return file
 
     def _with_topology(self, file: SettingsFile) -> SettingsFile:
         """Return the settings with --ranks, --nodes and --ranks-per-node; what is not given is kept."""
@@ -82,4 +112,5 @@ class CommandSettings:
 
     def has_linear_part(self, file: SettingsFile) -> bool:
         """Return True if the settings give the sizes of the linear part of a layer."""
-        return self.config is not None or any(map(file.is_override, ("model.hidden_size", "model.ffn_hidden_size")))
+        model = file.data.get("model")
+        return isinstance(model, dict) and "hidden_size" in model

@@ -39,4 +39,8 @@ RanksPerNode = Annotated[
 ]
 Heads = Annotated[int | None, typer.Option(help="Query heads. Default: of the settings.", show_default=False)]
 KvHeads = Annotated[int | None, typer.Option(help="Key/value heads. Default: of the settings.", show_default=False)]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="bf16 or fp32. Default: of the settings, or bf16.", show_default=False),
+]
 HeadDim = Annotated[int | None, typer.Option(help="Channels of a head. Default: of the settings.", show_default=False)]

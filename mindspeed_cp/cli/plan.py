@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mindspeed_cp.cli.options import AsJson, HeadDim, Heads, KvHeads, Lengths, Nodes, Overrides, Ranks, RanksPerNode
+from mindspeed_cp.cli.options import (
+    AsJson,
+    Dtype,
+    HeadDim,
+    Heads,
+    KvHeads,
+    Lengths,
+    Nodes,
+    Overrides,
+    Ranks,
+    RanksPerNode,
+)
 from mindspeed_cp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,6 +71,7 @@ def plan(
     heads: Heads = None,
     kv_heads: KvHeads = None,
     head_dim: HeadDim = None,
+    dtype: Dtype = None,
     overrides: Overrides = None,
     verify: Annotated[bool, typer.Option("--verify", help="Prove the plan.")] = False,
     png: Annotated[Path | None, typer.Option(help="Draw who computes which tile when.", show_default=False)] = None,
@@ -70,9 +82,9 @@ def plan(
     mindspeed-cp plan --lengths 700,30,4100 --algorithm hybrid --set ulysses_degree=2 --png map.png
     """
     from mindspeed_cp.algorithms import build_plan
-    from mindspeed_cp.cli.case import balance_notes, layer_cost, read_batch
+    from mindspeed_cp.cli.case import balance_notes, check_lengths_given, layer_cost, read_batch
     from mindspeed_cp.cli.command_settings import CommandSettings
-    from mindspeed_cp.cli.lengths import read_lengths, read_numbers
+    from mindspeed_cp.cli.lengths import check_memory, read_lengths, read_numbers
     from mindspeed_cp.cli.tree_file import read_trees
     from mindspeed_cp.config.derived import rank_attention
     from mindspeed_cp.layout import Documents
@@ -85,9 +97,11 @@ def plan(
         raise ConfigError("--tree is given together with --lengths or --kv-lengths; valid: one of them")
     trees = None if tree is None else read_trees(tree)
     options = CommandSettings(
-        config, overrides or (), algorithm, heads, kv_heads, head_dim, None, ranks, nodes, ranks_per_node
+        config, overrides or (), algorithm, heads, kv_heads, head_dim, None, ranks, nodes, ranks_per_node, dtype
     )
     file = options.read(BUILT_IN)
+    if trees is None:
+        check_lengths_given(options, file, lengths)
     listed = None if lengths is None else read_lengths(lengths)
     if (listed is not None or trees is not None) and not file.is_override("data.seq_length"):
         file = with_value(file, "data.seq_length", 2)  # nothing holds for rows of a training
@@ -99,6 +113,7 @@ def plan(
     keys = None if kv_lengths is None else Documents(read_numbers(kv_lengths, f"--kv-lengths {kv_lengths!r}"))
     attention = replace(rank_attention(settings), mask=mask)
     suite = settings.context_parallel_suite
+    check_memory(documents if keys is None else keys, suite.topology.ranks, suite.algorithm)
     plan_options = settings.plan_options if options.has_linear_part(file) else suite.options
     result = build_plan(documents, suite.topology, attention, suite.algorithm, kv_documents=keys, **plan_options)
     time = modelled_time(result, attention, layer_cost(options, file, settings, attention), _too_large(result))

@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from mindspeed_cp.cli.options import AsJson, HeadDim, Heads, KvHeads, Lengths, Nodes, Overrides, Ranks, RanksPerNode
+from mindspeed_cp.cli.options import (
+    AsJson,
+    Dtype,
+    HeadDim,
+    Heads,
+    KvHeads,
+    Lengths,
+    Nodes,
+    Overrides,
+    Ranks,
+    RanksPerNode,
+)
 from mindspeed_cp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -51,6 +62,7 @@ def simulate(
     heads: Heads = None,
     kv_heads: KvHeads = None,
     head_dim: HeadDim = None,
+    dtype: Dtype = None,
     algorithms: Annotated[
         str,
         typer.Option(help="all, or names with options after colons, such as ring,direct:prefetch=4"),
@@ -82,8 +94,9 @@ def simulate(
 
     mindspeed-cp simulate --lengths wikipedia --cluster a2 --nodes 4 --png out.png
     """
-    from mindspeed_cp.choose.compare import compare_algorithms
+    from mindspeed_cp.choose.compare import EVEN_RING, compare_algorithms
     from mindspeed_cp.cli.case import SimulateRequest, read_case
+    from mindspeed_cp.cli.lengths import check_memory
     from mindspeed_cp.report.files import check_output_path
     from mindspeed_cp.report.simulation import conclusion, simulation_dict, simulation_tables
 
@@ -93,10 +106,12 @@ def simulate(
     if show is not None and png is None and trace is None:
         raise ConfigError(f"--show {show}: applies to --png and --trace; give one of them, or leave --show out")
     request = SimulateRequest(
-        config, overrides or (), None, heads, kv_heads, head_dim, cluster, ranks, nodes, ranks_per_node,
+        config, overrides or (), None, heads, kv_heads, head_dim, cluster, ranks, nodes, ranks_per_node, dtype,
         lengths, tokens_per_rank, seed, batches, algorithms, sharing,
     )  # fmt: skip
     case, candidates = read_case(request)
+    for algorithm in dict.fromkeys(candidate.algorithm for candidate in (EVEN_RING, *candidates)):
+        check_memory(max(case.batches, key=len), case.topology.ranks, algorithm)
     decision = _choose(case, candidates) if choose else None
     comparison = compare_algorithms(case, candidates)
     shown = _shown(comparison, show)

@@ -18,6 +18,7 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan.problem import Topology
 from mindspeed_cp.schema.base import PositiveInt, Section
 from mindspeed_cp.schema.messages import bad_value, closest_names, did_you_mean
+from mindspeed_cp.schema.numbers import check_type
 from mindspeed_cp.schema.yaml_file import read_settings_file, with_file_location
 
 PRESET_FOLDER = Path(__file__).parent / "presets"  # a link to configs/clusters in a checkout, a folder once installed
@@ -200,6 +201,7 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
         ConfigError: The preset or file does not exist (the message lists the presets), or a key is missing, unknown or
             out of range (the message gives file and line).
     """
+    check_type("cluster", name_or_path, (str, Path), f"{', '.join(cluster_names())}, or the path of a YAML file")
     text = str(name_or_path)
     if isinstance(name_or_path, str) and text in cluster_names():
         return _preset(text)
@@ -228,7 +230,6 @@ def _read(path: Path) -> Cluster:
     return Cluster(**settings.model_dump())
 
 
-@lru_cache(maxsize=64)
 def cluster_of(topology: Topology) -> Cluster:
     """Return the cluster that a topology runs on, its nodes cut to the topology's ranks.
 
@@ -237,6 +238,12 @@ def cluster_of(topology: Topology) -> Cluster:
     Raises:
         ConfigError: The cluster does not exist, or its nodes have fewer ranks.
     """
+    check_type("topology", topology, Topology, "Topology(...)")
+    return _cluster_of(topology)
+
+
+@lru_cache(maxsize=64)
+def _cluster_of(topology: Topology) -> Cluster:
     cluster = load_cluster(DEFAULT_CLUSTER if topology.cluster is None else topology.cluster)
     ranks_per_node = topology.ranks_per_node
     if ranks_per_node <= cluster.ranks_per_node:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mindspeed_cp.cluster.cluster import Cluster
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.schema.numbers import check_count
-
-if TYPE_CHECKING:
-    from mindspeed_cp.plan.problem import AttentionConfig
+from mindspeed_cp.plan.problem import AttentionConfig
+from mindspeed_cp.schema.messages import short_repr
+from mindspeed_cp.schema.numbers import check_count, check_type
 
 ATTENTION_BACKWARD = 2.5  # five matrix products instead of two: recomputed scores, dV, dP, dQ, dK
 LINEAR_BACKWARD = 2.0  # the gradients of the input and of the weights
+
+MAX_FLOPS = 1e30  # of a token: far more than products of sizes of at most MAX_SIZE have
 
 #: Parts of linear layers: all; the q, k and v projections; the output projection; all others.
 LINEAR_PARTS = ("all", "qkv", "out", "rest")
@@ -51,8 +52,8 @@ class LayerCost:
             check_count(f"LayerCost.{name}", getattr(self, name))
         for name in ("flops_per_token", "qkv_flops", "out_flops"):
             value = getattr(self, name)
-            if not 0 <= value < float("inf"):
-                raise ConfigError(f"LayerCost.{name} is {value!r}; valid: a number from 0")
+            if not isinstance(value, (int, float, np.number)) or not 0 <= value <= MAX_FLOPS:
+                raise ConfigError(f"LayerCost.{name} is {short_repr(value)}; valid: a number from 0 to {MAX_FLOPS:g}")
         if self.qkv_flops + self.out_flops > self.flops_per_token * (1 + 1e-9):
             raise ConfigError(
                 f"LayerCost.qkv_flops + out_flops is {self.qkv_flops + self.out_flops!r}; valid: at most "
@@ -115,6 +116,7 @@ class LayerCost:
             attention: attention of one tensor-parallel rank.
             tensor_parallel: number of tensor-parallel ranks; all have the same number of heads.
         """
+        check_type("attention", attention, AttentionConfig, "AttentionConfig(...)")
         heads, kv_heads = attention.heads * tensor_parallel, attention.kv_heads * tensor_parallel
         hidden = heads * attention.head_dim
         return LayerCost.from_sizes(
@@ -139,7 +141,10 @@ class ComputeCost:
             layer: linear part of the layer; default: :meth:`LayerCost.for_attention`.
         """
         self.cluster, self.attention = cluster, attention
+        check_type("cluster", cluster, Cluster, "load_cluster(...)")
+        check_type("attention", attention, AttentionConfig, "AttentionConfig(...)")
         self.layer = LayerCost.for_attention(attention) if layer is None else layer
+        check_type("layer", self.layer, LayerCost, "LayerCost(...), or None")
         self.flops_per_pair = 2.0 * attention.heads * (attention.head_dim + attention.head_dim_v)
         self._seconds_per_pair = self.flops_per_pair / (cluster.peak_flops * cluster.attention_efficiency)
 

@@ -22,7 +22,7 @@ from mindspeed_cp.device.npu_variants import DEFAULTS, Need, profile_of_process,
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import RANK_LIMIT, AttentionConfig, Topology
 from mindspeed_cp.schema.base import PositiveFloat, PositiveInt, Section
-from mindspeed_cp.schema.messages import bad_value, closest_names, did_you_mean, unknown_key
+from mindspeed_cp.schema.messages import bad_value, closest_names, did_you_mean, list_keys, unknown_key
 from mindspeed_cp.schema.yaml_file import apply_overrides, read_settings_file, with_file_location
 
 #: Option that `auto` takes too: a limit of the ranks' memory, not a choice.
@@ -275,14 +275,14 @@ class SuiteSettings(Section):
                 location = file.location(unknown[0])
                 similar = did_you_mean(closest_names(str(unknown[0]), cls.key_names()))
                 raise ConfigError(
-                    f"{location}: no section {name}, and {unknown[0]} is not one of its keys; {similar}valid: "
-                    f"{', '.join(cls.key_names())}"
+                    f"{location}: no section {name}, and {unknown[0]} is not one of its keys; {similar}"
+                    f"{list_keys(cls.key_names())}"
                 )
             return with_file_location(file, "", lambda: cls._of_known_cluster(file.data))
         section = {} if file.data[name] is None else file.data[name]
         if not isinstance(section, dict):
-            keys = ", ".join(cls.key_names())
-            raise ConfigError(f"{file.location(name)}: {name}: must be a section with the keys {keys}")
+            keys = list_keys(cls.key_names())
+            raise ConfigError(f"{file.location(name)}: {name}: must be a section; {keys}")
         parallel = file.data.get("model_parallel")
         outer = parallel.get("context_parallel_size") if isinstance(parallel, dict) else None
         if section.setdefault("context_parallel_size", outer or 1) != (outer or section["context_parallel_size"]):

@@ -19,9 +19,10 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.layout.documents import MAX_TOKENS
 from mindspeed_cp.schema.base import Section
 from mindspeed_cp.schema.messages import bad_value, closest_names, did_you_mean
-from mindspeed_cp.schema.numbers import check_count
+from mindspeed_cp.schema.numbers import check_count, check_type
 from mindspeed_cp.schema.yaml_file import read_settings_file, with_file_location
 
 MAX_LISTED = 2**24  # lengths of a list
@@ -96,6 +97,9 @@ def load_lengths(name_or_path: str | Path, folder: str | Path | None = None) -> 
     Raises:
         ConfigError: the name is unknown (the message lists the names), or the file does not exist or is invalid.
     """
+    valid = f"{', '.join(length_names())}, or the path of a file"
+    check_type("lengths", name_or_path, (str, Path), valid)
+    check_type("folder", folder, (str, Path, type(None)), "the path of a folder, or None")
     text, path = str(name_or_path), Path(name_or_path)
     if isinstance(name_or_path, str) and text in length_names():
         return _installed(text) if folder is None else _list(Path(folder) / f"{text}.npz")
@@ -124,7 +128,7 @@ def sample_lengths(name_or_path: str | Path, count: int, seed: int = 0, folder: 
     Raises:
         ConfigError: as for :func:`load_lengths`, or count or seed is negative or not an integer.
     """
-    check_count("count", count, least=0, most=None)
+    check_count("count", count, least=0, most=MAX_LISTED)
     check_count("seed", seed, least=0, most=None)
     return load_lengths(name_or_path, folder).draw(count, np.random.default_rng(seed))
 
@@ -149,7 +153,7 @@ def sample_batch(
     Raises:
         ConfigError: as for :func:`sample_lengths`, or longest is below 1.
     """
-    check_count("tokens", tokens, least=0, most=None)
+    check_count("tokens", tokens, least=0, most=MAX_TOKENS)
     check_count("seed", seed, least=0, most=None)
     most = tokens if longest is None else longest
     if longest is not None:

@@ -189,20 +189,22 @@ class Layout:
         self._check_spans()
         ranges = [(0, 1) if heads is None else self.head_range(rank, heads) for rank in range(self.ranks)]
         borders = np.unique([0, 1 if heads is None else heads, *np.ravel(ranges)])  # heads between two are held alike
-        holders = np.zeros((self.documents.tokens + 1, len(borders) - 1), np.int32)
+        edges = np.unique(np.concatenate([[0, self.documents.tokens], self.spans["start"], self.spans["stop"]]))
+        holders = np.zeros((len(edges), len(borders) - 1), np.int64)  # of the tokens from an edge to the next
         for rank, (first, last) in enumerate(ranges):
             if heads is not None and not 0 <= first <= last <= heads:
                 raise PlanError(f"layout: rank {rank}: heads {first} to {last - 1} are not among the {heads} heads")
             spans, (low, high) = self.rank_spans(rank), np.searchsorted(borders, (first, last))
-            np.add.at(holders[:, low:high], spans["start"], 1)
-            np.add.at(holders[:, low:high], spans["stop"], -1)
+            np.add.at(holders[:, low:high], np.searchsorted(edges, spans["start"]), 1)
+            np.add.at(holders[:, low:high], np.searchsorted(edges, spans["stop"]), -1)
         holders = np.cumsum(holders, 0, out=holders)[:-1]
         wrong = np.argwhere(holders != 1)
         if len(wrong):
-            token, column = map(int, wrong[0])
+            edge, column = map(int, wrong[0])
+            token = int(edges[edge])
             raise PlanError(
                 f"layout: token {token} (document {int(self.documents.document_of(np.asarray(token)))}), head "
-                f"{borders[column]} is held by {int(holders[token, column])} ranks, not by one"
+                f"{borders[column]} is held by {int(holders[edge, column])} ranks, not by one"
             )
 
     def _check_spans(self) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout.host_arrays import as_integers
-from mindspeed_cp.schema.numbers import check_count
+from mindspeed_cp.schema.numbers import check_count, check_type
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +109,7 @@ def shared_prefixes(
         Lengths and parents of documents in preorder, their tokens, and for each trajectory the tree tokens of its path,
         int64 [length] each.
     """
+    check_type("trajectories", trajectories, Iterable, "a list with the token numbers of each trajectory")
     check_count("min_shared", min_shared, what="a whole number of tokens")
     listed = [as_integers(f"trajectories[{i}]", tokens, 1) for i, tokens in enumerate(trajectories)]
     if not listed:

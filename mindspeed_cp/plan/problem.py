@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.schema.messages import short_repr
 from mindspeed_cp.schema.numbers import check_count, is_int
 
 MASKS = ("causal", "full")
@@ -233,10 +234,10 @@ class AttentionConfig:
         if self.window is None:
             return
         is_pair = isinstance(self.window, tuple) and len(self.window) == 2
-        if not is_pair or any(not is_int(side) or side < -1 for side in self.window):
+        if not is_pair or any(not is_int(side) or not -1 <= side < 2**62 for side in self.window):
             raise ConfigError(
-                f"attention.window is {self.window!r}; valid: (left, right), whole numbers of tokens, 0 or more, "
-                "or -1 for no limit on that side; or None"
+                f"attention.window is {short_repr(self.window)}; valid: (left, right), whole numbers of tokens, 0 or "
+                "more, or -1 for no limit on that side; or None"
             )
         if self.mask == "causal" and self.window[1] > 0:
             raise ConfigError(

@@ -232,16 +232,16 @@ class Plan:
         return tuple((0, step) for step in range(program.steps))
 
     def work_of(self, rank: int) -> np.ndarray:
-        """Return visible (query, key) pairs x query heads of one rank in each step of `step_order()`, int64 [steps]."""
+        """Return visible (query, key) pairs x query heads of one rank in each step of `step_order()`, fp64 [steps]."""
         heads = self.attention.heads
         part_work = [
-            part.forward.pairs_per_step(rank) * np.diff(part.q_layout_compute.head_range(rank, heads))
+            part.forward.pairs_per_step(rank) * np.diff(part.q_layout_compute.head_range(rank, heads)).astype(float)
             for part in self.parts_or_self
-        ]
-        return np.array([part_work[part][step] for part, step in self.step_order()], np.int64)
+        ]  # pairs alone may have 62 bits
+        return np.array([part_work[part][step] for part, step in self.step_order()], np.float64)
 
     def work(self) -> np.ndarray:
-        """Return `work_of` for all ranks, int64 [ranks, steps]."""
+        """Return `work_of` for all ranks, fp64 [ranks, steps]."""
         return np.stack([self.work_of(rank) for rank in range(self.ranks)])
 
     def __repr__(self) -> str:

@@ -338,6 +338,7 @@ def _range(first: int, last: int) -> str:
 def _plan_table(summary: PlanSummary, time: ModelledTime | None) -> Table:
     attention, topology, sent = summary.plan.attention, summary.plan.topology, summary.traffic
     width = f"{attention.head_dim}" + (f"/{attention.head_dim_v}" * (attention.head_dim != attention.head_dim_v))
+    element = "bf16" if summary.bytes_per_element == 2 else "fp32"
     backward = sent["fetch_backward"].sum() + sent["reduce"].sum()
     rows = [
         ("algorithm", summary.plan.algorithm),
@@ -346,7 +347,7 @@ def _plan_table(summary: PlanSummary, time: ModelledTime | None) -> Table:
         ("documents", format_lengths(summary.lengths)),
         ("tokens", format_count(summary.lengths.sum())),
         ("attention", describe_attention(attention)),
-        ("heads", f"{attention.heads}, key/value heads {attention.kv_heads}, of width {width}"),
+        ("heads", f"{attention.heads}, key/value heads {attention.kv_heads}, of width {width}, {element}"),
         ("attention work", f"{format_count(summary.work.sum())} (query, key) pairs, all heads counted"),
         (
             "sent in the forward",

@@ -27,6 +27,11 @@ def simulation_tables(comparison: Comparison) -> list[Table]:
             f"{attention.heads} heads, {attention.kv_heads} of keys and values, {width} channels; "
             f"{describe_attention(attention)}",
         ),
+        (
+            "layer",
+            f"hidden size {case.layer.hidden_size:,}, {case.layer.flops_per_token / 1e6:,.1f} MFLOP a token on a rank, "
+            f"{'bf16' if case.layer.bytes_per_element == 2 else 'fp32'}",
+        ),
         ("lower bound", f"{comparison.ms(comparison.bound)} ms: perfect balance, nothing exposed; no plan reaches it"),
     )
     columns = (
@@ -72,6 +77,8 @@ def simulation_dict(comparison: Comparison) -> dict[str, Any]:
         "heads": case.attention.heads,
         "kv_heads": case.attention.kv_heads,
         "head_dim": case.attention.head_dim,
+        "hidden_size": case.layer.hidden_size,
+        "bytes_per_element": case.layer.bytes_per_element,
         "sharing": case.sharing,
         "lengths": case.source,
         "batches": [{"documents": len(batch), "tokens": batch.tokens} for batch in case.batches],

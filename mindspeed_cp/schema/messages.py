@@ -37,7 +37,18 @@ _SYNONYMS = {
     "folder": ("dir", "directory", "output_dir", "save"),
 }
 _VALUE_LIMIT = 80  # characters
-_REPR = reprlib.Repr()  # of values that are no JSON: it looks at the first items of a list alone
+_KEY_LIMIT = 20  # keys that an error lists
+_MAX_BITS = 128  # of an integer that a message shows: Python writes none of more than 4,300 digits
+
+
+class _ShortRepr(reprlib.Repr):
+    """Of values that are no JSON: it looks at the first items of a list alone."""
+
+    def repr_int(self, x: int, level: int) -> str:
+        return f"<an integer of {x.bit_length():,} bits>" if x.bit_length() > _MAX_BITS else repr(x)
+
+
+_REPR = _ShortRepr()
 _REPR.maxstring = _REPR.maxother = _VALUE_LIMIT
 _BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
 
@@ -158,8 +169,8 @@ def to_setting_error(model: type[BaseModel], error: ValidationError) -> SettingE
     if info is None:
         return SettingError(key, f"{key or model.__name__}: {first['msg']}")
     if isinstance(info.annotation, type) and issubclass(info.annotation, BaseModel):
-        keys = ", ".join(_key_names(info.annotation))
-        return bad_value(key, first["input"], f"must be a section with the keys {keys}")
+        keys = list_keys(_key_names(info.annotation))
+        return bad_value(key, first["input"], f"must be a section; {keys}")
     return bad_value(key, first["input"], f"must be {describe_valid_values(info)}")
 
 
@@ -182,7 +193,14 @@ def unknown_key(
         if names and kind is not model:
             return SettingError(key, f"{key}: unknown key; {did_you_mean(names, section + '.').strip()}")
     hint = did_you_mean(near, key[: len(key) - len(name)])
-    return SettingError(key, f"{key}: unknown key; {hint}valid: {', '.join(keys)}")
+    return SettingError(key, f"{key}: unknown key; {hint}{list_keys(keys)}")
+
+
+def list_keys(keys: Sequence[str]) -> str:
+    """Return "valid: a, b" of few keys; of more, how to list them."""
+    if len(keys) <= _KEY_LIMIT:
+        return f"valid: {', '.join(keys)}"
+    return f"valid: {len(keys)} keys, which `python -m mindspeed_cp.config.reference` lists"
 
 
 def _key_names(model: type[BaseModel]) -> tuple[str, ...]:

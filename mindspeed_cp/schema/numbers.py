@@ -1,4 +1,4 @@
-"""Checks of integers that the caller passes."""
+"""Checks of integers and of objects that the caller passes."""
 
 from __future__ import annotations
 
@@ -16,6 +16,13 @@ MAX_SIZE = 10**9
 def is_int(value: object) -> bool:
     """Return True for Python and NumPy integers, False for bool."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def check_type(name: str, value: object, kinds: type | tuple[type, ...], valid: str = "") -> None:
+    """Raise ConfigError unless the value is of one of these classes; `valid` describes them, if not by their names."""
+    if not isinstance(value, kinds):
+        names = valid or " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
+        raise ConfigError(f"{name} is {short_repr(value)}; valid: {names}")
 
 
 def divisors(number: int) -> list[int]:

@@ -1,7 +1,8 @@
 """Settings files: YAML with the line of every key, and `section.key=value` overrides.
 
-PyYAML reads YAML 1.1, in which `1e-3` is text and a repeated key silently replaces the first. This reader takes YAML
-1.2 numbers and refuses repeated keys.
+PyYAML reads YAML 1.1, in which `1e-3` is text, `1:30` is 90 and a repeated key silently replaces the first. This reader
+takes the numbers and truth values of YAML 1.2 (core schema), and refuses repeated keys and numbers such as `010`, which
+the two versions read differently.
 """
 
 from __future__ import annotations
@@ -18,27 +19,52 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.schema.messages import SettingError, format_value
 
 MAX_FILE_BYTES = 2**17  # PyYAML takes a second for it; no settings file has a tenth
+MAX_DIGITS = 40  # of an integer; Python writes none of more than 4,300, in whatever base it was read
 MAX_ALIASED_NODES = 1000  # values that aliases (*name) repeat: a page of them can stand for billions
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 _Made = TypeVar("_Made")
 
 
+_TAG = "tag:yaml.org,2002:"
+_DECIMAL = re.compile(r"[-+]?[0-9]+")
+
+
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with YAML 1.2 floats (`1e-3`, `5E6`); everything else as YAML 1.1 has it."""
+    """SafeLoader with the scalars of YAML 1.2: what is no number, truth value or null of it is text."""
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        """Return an integer: 12, 0o14, 0xC; refuse 010, and what has more than MAX_DIGITS."""
+        text = str(self.construct_scalar(node))
+        digits = text.lstrip("-+")
+        if len(digits) > MAX_DIGITS:
+            raise yaml.MarkedYAMLError(
+                problem=f"a number of more than {MAX_DIGITS} digits", problem_mark=node.start_mark
+            )
+        if not _DECIMAL.fullmatch(text):
+            return int(text, 0)
+        if digits[0] == "0" < digits[1:]:
+            problem = f"{text} has a leading 0: write {int(text)}, 0o10 for octal numbers, or quotes around text"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        return int(text)
 
 
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, regexp) for tag, regexp in resolvers if tag != "tag:yaml.org,2002:float"]
+    first: kept
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    if (kept := [(tag, pattern) for tag, pattern in resolvers if tag.removeprefix(_TAG) in ("null", "merge")])
 }
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"^[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|Inf|INF)$|^\.(?:nan|NaN|NAN)$"
+for _name, _pattern, _first in (
+    ("bool", "true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+", "-+0123456789"),
+    (
+        "float",
+        r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        "-+0123456789.",
     ),
-    list("-+0123456789."),
-)
+):
+    _Loader.add_implicit_resolver(_TAG + _name, re.compile(f"(?:{_pattern})$"), list(_first))
+_Loader.add_constructor(_TAG + "int", _Loader.construct_yaml_int)
 
 
 @dataclass(frozen=True)

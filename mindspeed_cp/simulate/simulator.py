@@ -25,6 +25,7 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout.runs import group_starts
 from mindspeed_cp.plan.program import Plan
 from mindspeed_cp.plan.transfers import TRANSFER, step_count, transfers
+from mindspeed_cp.schema.numbers import check_type
 from mindspeed_cp.simulate.linear_times import LinearTimes, linear_times, with_projections
 from mindspeed_cp.simulate.link_queues import LinkQueues
 from mindspeed_cp.simulate.posting import posting_seconds
@@ -53,7 +54,8 @@ def simulate_plan(
         ConfigError: The cluster's nodes have fewer ranks than the plan's, there is no such cluster, or `sharing` is
             invalid.
     """
-    cluster = load_cluster(cluster) if isinstance(cluster, str) else cluster
+    check_type("plan", plan, Plan, "what build_plan returns")
+    cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     cluster = cluster.with_ranks(plan.topology.ranks_per_node)
     cost = ComputeCost(cluster, plan.attention, layer)
     representative = representative_ranks(plan, max_exact_spans)

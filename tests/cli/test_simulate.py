@@ -22,7 +22,7 @@ from mindspeed_cp.data.lengths import sample_batch
 from mindspeed_cp.simulate.simulator import simulate_plan
 
 ROOT = Path(__file__).parents[2]
-SMALL = ("--lengths", "3000,40,900,260", "--nodes", "2", "--ranks-per-node", "2", "--heads", "4")
+SMALL = ("--lengths", "3000,40,900,260", "--nodes", "2", "--ranks-per-node", "2", "--heads", "4", "--head-dim", "128")
 
 
 def failure(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -55,7 +55,7 @@ def test_the_table_has_all_algorithms_the_fastest_first(capsys: pytest.CaptureFi
 
 def test_json_has_the_same_numbers_as_the_library(capsys: pytest.CaptureFixture[str]) -> None:
     report = simulated(capsys, *SMALL, "--algorithms", "hierarchical,p2p")
-    problem, _ = read_case(SimulateRequest(lengths="3000,40,900,260", nodes=2, ranks_per_node=2, heads=4))
+    problem, _ = read_case(SimulateRequest(lengths="3000,40,900,260", nodes=2, ranks_per_node=2, heads=4, head_dim=128))
     (batch,) = problem.batches
     assert report["bound"] == pytest.approx(choose_placement(batch, batch, problem.topology, problem.attention).bound)
     assert (
@@ -80,12 +80,12 @@ def test_files_are_written_and_named(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_links_may_be_shared_first_in_first_out(capsys: pytest.CaptureFixture[str]) -> None:
-    four = (*SMALL[:4], "--ranks-per-node", "4", "--heads", "4", "--algorithms", "all_gather")
+    four = (*SMALL[:4], "--ranks-per-node", "4", *SMALL[6:], "--algorithms", "all_gather")
     fair, fifo = (simulated(capsys, *four, "--sharing", sharing) for sharing in ("fair", "fifo"))
     assert simulated(capsys, *four) == fair  # the default
     assert (fair["sharing"], fifo["sharing"]) == ("fair", "fifo")
     (problem, (wanted,)) = read_case(
-        SimulateRequest(lengths=SMALL[1], nodes=2, ranks_per_node=4, heads=4, algorithms="all_gather")
+        SimulateRequest(lengths=SMALL[1], nodes=2, ranks_per_node=4, heads=4, head_dim=128, algorithms="all_gather")
     )
     plan = build_plan(problem.batches[0], problem.topology, problem.attention, wanted.algorithm)
     for report in (fair, fifo):
@@ -289,7 +289,7 @@ def test_a_bad_line_of_a_lengths_file_is_told_with_its_number(
         (("--lengths", "700", "--head-dim", "-8"), ("--head-dim -8", "1 to 16,384")),
         (("--lengths", "700", "--head-dim", "9" * 30), ("--head-dim 999", "1 to 16,384")),
         (
-            ("--lengths", "700", "--heads", "7", "--kv-heads", "2"),
+            ("--lengths", "700", "--heads", "7", "--head-dim", "64", "--kv-heads", "2"),
             ("--kv-heads: model.num_query_groups = 2: must divide", "7"),
         ),
         (("--lengths", "700", "--algorithms", "rings"), ("--algorithms", "did you mean ring?")),
@@ -372,3 +372,57 @@ def test_torch_is_not_imported(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code, *arguments], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "out.png").exists() and (tmp_path / "out.json").stat().st_size < 6_000_000
+
+
+LAUNCH = "context_parallel_suite: {context_parallel_size: 4, algorithm: ring}\n"
+SIZES = "model: {num_attention_heads: 32, num_query_groups: 8, hidden_size: 4096, ffn_hidden_size: 14336}\n"
+
+
+def test_no_model_of_the_defaults_is_modelled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file without sizes of a model is refused; the same sizes in the file or as options are modelled alike."""
+    path, lengths = tmp_path / "suite.yaml", ("--lengths", "7000,3000", "--algorithms", "ring")
+    path.write_text(LAUNCH)
+    options = ("--heads", "32", "--kv-heads", "8", "--head-dim", "128")
+    said = failure(capsys, path, *lengths)
+    for word in ("model.num_attention_heads is not given", "--heads, --kv-heads, --head-dim and --dtype", str(path)):
+        assert word in said
+    assert run(["plan", str(path), *lengths[:2]]) == 2 and "is not given" in capsys.readouterr().err
+    assert "needs --head-dim" in failure(capsys, path, *lengths, "--heads", "32")
+    assert "no section data" in failure(capsys, path, *options)
+    assert "--dtype 'fp8': valid: bf16, fp32" in failure(capsys, path, *lengths, *options, "--dtype", "fp8")
+    assert "needs the other size" in failure(capsys, *lengths, "--set", "model.ffn_hidden_size=8")
+    given = simulated(capsys, path, *lengths, *options)
+    assert (given["heads"], given["kv_heads"], given["head_dim"]) == (32, 8, 128)
+    assert (given["hidden_size"], given["bytes_per_element"]) == (4096, 2)
+    assert simulated(capsys, path, *lengths, *options, "--dtype", "fp32")["bytes_per_element"] == 4
+    path.write_text(LAUNCH + SIZES + "train: {bf16: true, tensor_model_parallel_size: 2}\n")
+    said_by_file = simulated(capsys, path, *lengths)
+    assert (said_by_file["heads"], said_by_file["kv_heads"], said_by_file["bytes_per_element"]) == (16, 4, 2)
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+@pytest.mark.parametrize("lengths", ["700,,30", "700, ,30", "7;,3"])
+def test_an_empty_length_is_refused(command: str, lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([command, "--lengths", lengths]) == 2
+    assert "no length stands before a comma" in capsys.readouterr().err
+
+
+def test_a_plan_beyond_the_free_memory_is_refused_before_it_is_built(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cli_lengths, "free_bytes", lambda: 2.0**30)
+    assert run(["plan", "--lengths", "700,30,4100", "--ranks", "4000"]) == 2
+    said = capsys.readouterr().err
+    assert "3 documents over 4,000 ranks takes about 10.7 GiB, and 1.0 GiB are free" in said
+    assert "takes about" in failure(capsys, "--lengths", "700,30", "--nodes", "500", "--algorithms", "ring")
+    assert run(["plan", "--lengths", "700,30,4100", "--ranks", "8", "--json"]) == 0
+
+
+@pytest.mark.parametrize("options", [("--mask", "full"), ("--heads", "64", "--head-dim", "128")])
+def test_work_of_long_documents_does_not_overflow(options: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    """Pairs times heads have more than 63 bits: an int64 said an imbalance of .5, and negative ones."""
+    assert run(["plan", "--lengths", "2147483647", "--ranks", "8", *options, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["imbalance"] == pytest.approx(1, abs=1e-6)
+    assert report["step_imbalance"] == pytest.approx(1, abs=1e-6)
+    assert min(min(rank["work"]) for rank in report["per_rank"]) > 0

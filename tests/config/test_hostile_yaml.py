@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mindspeed_cp.config.settings import Settings, load_settings
 from mindspeed_cp.errors import MESSAGE_LIMIT, ConfigError, shortened
+from mindspeed_cp.plan import AttentionConfig
 from mindspeed_cp.schema.messages import format_value
 from mindspeed_cp.schema.yaml_file import MAX_FILE_BYTES, apply_overrides, parse_settings
 
@@ -79,3 +81,33 @@ def test_messages_keep_their_beginning_and_their_end() -> None:
     assert shortened("abc", 3) == "abc" and shortened("x" * 99 + "end", 20) == "xxxxxxxxxxxx...xxend"
     message = str(ConfigError(f"a = {'x' * 10_000}: must be {'y, ' * 5000} or z"))
     assert message.startswith("a = xxx") and message.endswith("or z") and len(message) == MESSAGE_LIMIT
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("0o10", 8), ("0x10", 16), ("+5", 5), ("-5", -5), ("0", 0), ("1e3", 1000.0), (".5", 0.5), ("true", True), ("~", None),
+        ("1:30", "1:30"), ("1_000", "1_000"), ("0b11", "0b11"), ("yes", "yes"), ("off", "off"), ("2026-01-01", "2026-01-01"),
+    ],
+)  # fmt: skip
+def test_scalars_are_those_of_yaml_1_2(text: str, value: Any) -> None:
+    (read,) = parse_settings(f"a: {text}", "f").data.values()
+    assert read == value and type(read) is type(value)
+    assert apply_overrides(parse_settings("", "f"), [f"a.b={text}"]).data == {"a": {"b": value}}
+
+
+@pytest.mark.parametrize("text", ["010", "-08", "00010", "0x" + "f" * 9000, "9" * 5000, "0o" + "7" * 9000])
+def test_a_number_of_two_readings_or_of_any_length_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^f:2:4: .*(has a leading 0: write -?\d+|more than 40 digits)"):
+        parse_settings(f"b: 1\na: {text}", "f")
+    with pytest.raises(ConfigError, match=r"^--set "):
+        apply_overrides(parse_settings("", "f"), [f"train.train_iters={text}"])
+
+
+def test_an_integer_that_python_does_not_write_is_named_by_its_bits() -> None:
+    huge = 16**9000
+    for section in ({"train_iters": huge}, {"lr": huge}, {"lr": [huge]}):
+        with pytest.raises(ConfigError, match="an integer of 36,001 bits"):
+            Settings(**{"train": section})
+    with pytest.raises(ConfigError, match=r"attention\.window is .*an integer"):
+        AttentionConfig(4, window=(huge, 0))

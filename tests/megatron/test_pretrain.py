@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from mindspeed_cp import ConfigError
+from mindspeed_cp.cli.case import SimulateRequest, read_case
 from mindspeed_cp.megatron import PlannedAttention, megatron_imports, pretrain
 from mindspeed_cp.megatron.adaptors.local import stage_arguments
 from mindspeed_cp.megatron.patches.multi_token import PACKED
@@ -148,7 +149,13 @@ def test_a_wrapped_provider_installs_the_model(
         "mindspeed-cp: ring over 1 context-parallel ranks; layers 1-2: causal; documents: where positions restart "
         "(--reset-position-ids)"
     )
-    assert capsys.readouterr().out.splitlines() == [line, line]
+    told = capsys.readouterr().out.splitlines()
+    assert told[::2] == [line, line] and told[1] == told[3]
+    _, _, words = told[1].partition("--lengths LENGTHS ")
+    case, _ = read_case(SimulateRequest(lengths="700,30", overrides=words.replace("--set ", "").split()))
+    config = transformer_config()
+    assert (case.attention.heads, case.layer.hidden_size) == (config.num_attention_heads, config.hidden_size)
+    assert case.layer.bytes_per_element == 4 and case.attention.kv_heads == config.num_query_groups
 
 
 def test_what_will_run_is_told_layer_by_layer(run: Callable[..., Namespace], alone: None) -> None:

@@ -18,6 +18,7 @@ from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.engine.call_agreement import CallAgreement
 from mindspeed_cp.megatron.adaptors.attentions import attention_config
 from mindspeed_cp.megatron.adaptors.equal_rows import params_of_equal_rows
+from mindspeed_cp.megatron.adaptors.model_sizes import with_model_sizes
 from mindspeed_cp.megatron.adaptors.packed import PackedPlanner
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 from mindspeed_cp.megatron.adaptors.rotary import PlannedRotary, UncutGroup
@@ -123,7 +124,7 @@ class PlannedAttention(MegatronModule):
         self.softmax_type = getattr(config, "softmax_type", "vanilla")  # from Megatron 0.16 on
         heads = self.attention.heads
         self.softmax_offset = learnable_sinks(config, tp_group.rank() * heads, heads, self.softmax_type)
-        self.packed = PackedPlanner(suite, (self.attention,), packed_cut)
+        self.packed = PackedPlanner(with_model_sizes(suite, config), (self.attention,), packed_cut)
         without_rope = getattr(config, "no_rope_freq", None)  # from Megatron 0.14 on
         self.rotates = not (without_rope and without_rope[layer_number - 1])
         self.installed = False

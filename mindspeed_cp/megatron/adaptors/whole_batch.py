@@ -16,6 +16,7 @@ from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.megatron.adaptors.attentions import layer_attentions
 from mindspeed_cp.megatron.adaptors.batch import mrope_of_rank, planned_params, positions_of_rank, rows_of_rank
 from mindspeed_cp.megatron.adaptors.batch_documents import CU_SEQLENS_KEYS, documents_of_batch, token_shape
+from mindspeed_cp.megatron.adaptors.model_sizes import with_model_sizes
 from mindspeed_cp.megatron.adaptors.multimodal_positions import mrope_rows
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 from mindspeed_cp.megatron.adaptors.plan_sharing import StageSharing, micro_batch_plans
@@ -85,7 +86,7 @@ def planned_batch_from(
             over tokens nor named in `pass_through`, or no plan can be built.
         PeerError: a rank with which this one shares plans is gone, or does not answer.
     """
-    shape = token_shape(batch)
+    shape, suite = token_shape(batch), with_model_sizes(suite, config)
     _refuse(batch, suite)
     is_mrope = _check_mrope(batch.get("position_ids"), config)
     attentions = list(dict.fromkeys(layer_attentions(config, alibi=alibi)))

@@ -20,13 +20,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from mindspeed_cp import Documents
-from mindspeed_cp.cluster import LayerCost
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.config.pool import pool_topology
 from mindspeed_cp.data.pool import POOL_ALGORITHM, PoolModel
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.adaptors.attentions import layer_attentions
 from mindspeed_cp.megatron.adaptors.batch_documents import documents_of_batch, token_shape
+from mindspeed_cp.megatron.adaptors.model_sizes import model_layer_cost, with_model_sizes
 from mindspeed_cp.megatron.adaptors.plan_sharing import StageSharing
 from mindspeed_cp.plan import Topology
 
@@ -110,9 +110,9 @@ def pooled_batch(
         replica=suite.topology,
         pool=pool_of(suite),
         attention=attentions[0],
-        layer=LayerCost.for_attention(attentions[0]),
+        layer=model_layer_cost(config, attentions[0]),
         layers=len(attentions),
-        options=suite.options,
+        options=with_model_sizes(suite, config).options,
     )
     ends, tokens = np.cumsum([len(own) for own in lengths]), np.concatenate(lengths)
     replicas = [[np.arange(end - len(own), end)] for own, end in zip(lengths, ends, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from argparse import Namespace
 from collections.abc import Sequence
 from itertools import groupby
@@ -12,12 +13,24 @@ from torch import nn
 from mindspeed_cp import AttentionConfig
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.megatron.adaptors.core_attention import PlannedAttention
+from mindspeed_cp.megatron.adaptors.model_sizes import launch_settings
+from mindspeed_cp.megatron.pretrain.layers import transformer_config_of
 
 
 def print_start_line(models: Sequence[nn.Module], args: Namespace, suite: SuiteSettings) -> None:
-    """Print :func:`start_line` on the first rank of all."""
+    """Print :func:`start_line` and :func:`model_line` on the first rank of all."""
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(start_line(models, args, suite), flush=True)
+        print(start_line(models, args, suite), model_line(args, suite), sep="\n", flush=True)
+
+
+def model_line(args: Namespace, suite: SuiteSettings) -> str:
+    """Return the command that models this launch: the settings of --cp-plan name no model, the launch does."""
+    parallel: dict[str, int | str] = {"context_parallel_size": suite.context_parallel_size, "nodes": suite.nodes}
+    if suite.cluster is not None:
+        parallel["cluster"] = shlex.quote(suite.cluster)
+    sizes = launch_settings(transformer_config_of(args)) | parallel
+    words = " ".join(f"--set {key}={value}" for key, value in sizes.items())
+    return f"mindspeed-cp: modelled by: mindspeed-cp simulate --lengths LENGTHS {words}"
 
 
 def start_line(models: Sequence[nn.Module], args: Namespace, suite: SuiteSettings) -> str:

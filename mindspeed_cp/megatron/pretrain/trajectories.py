@@ -18,6 +18,7 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import PackedTrajectories
 from mindspeed_cp.megatron.adaptors.attentions import layer_attentions
 from mindspeed_cp.megatron.adaptors.batch import micro_batch_seed
+from mindspeed_cp.megatron.adaptors.model_sizes import with_model_sizes
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 from mindspeed_cp.megatron.adaptors.plan_sharing import micro_batch_plans
 from mindspeed_cp.megatron.adaptors.settings import rows_multiple
@@ -60,7 +61,7 @@ def get_trajectory_batch(
     suite = settings_of(args)
     config = transformer_config_of(args) if config is None else config
     _refuse(args, config, packed)
-    options = {**default_token_bound(suite, packed.documents.tokens), **suite.options}
+    options = {**default_token_bound(suite, packed.documents.tokens), **with_model_sizes(suite, config).options}
     attentions = list(dict.fromkeys(layer_attentions(config)))
     sharing = sharing_of(args, suite)
     plans = micro_batch_plans(packed.documents, suite.topology, attentions, suite, options, sharing)

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mindspeed_cp.layout import Redistribution, ragged_arange
+from mindspeed_cp.layout import Redistribution
 from mindspeed_cp.layout.redistribution import packed_pairs
+from mindspeed_cp.layout.runs import intersect_runs
 from mindspeed_cp.plan.exchanges import aligned
 from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.plan.records import Messages
@@ -42,8 +43,8 @@ class BufferBytes:
     has_copies: bool
 
 
-#: Indices of a part's rows among the caller's rows, for each rank; None: the part has all rows.
-Rows = Sequence[np.ndarray] | None
+#: First rows and numbers of rows of the runs of a part's rows among the caller's, for each rank; None: all rows.
+Rows = Sequence[tuple[np.ndarray, np.ndarray]] | None
 
 
 def buffer_bytes(plan: Plan, direction: str, size: int, rows: Rows = None, kv_rows: Rows = None) -> BufferBytes:
@@ -147,7 +148,7 @@ def staging_volume(
     Args:
         redistribution: redistribution.
         adjoint: True for the move back to the source.
-        rows: indices of the source's rows among the caller's rows.
+        rows: runs of the source's rows among the caller's rows.
         packed: of each of `rank_pairs`, or of all: there are rows of other tensors in the same message.
     """
     pairs = redistribution.rank_pairs
@@ -156,8 +157,7 @@ def staging_volume(
         runs, volume = redistribution.runs_of(pair), int(pair["rows"] * pair["heads"])
         src_row, count = runs["src_row"], runs["rows"]
         if rows is not None and not adjoint:  # the adjoint writes to the part's own rows
-            src_row = rows[pair["src"]][ragged_arange(src_row, count)]
-            count = np.ones_like(src_row)
+            src_row, count = _caller_runs(src_row, count, *rows[pair["src"]])
         src_is_run, dst_is_run = _is_one_run(src_row, count), _is_one_run(runs["dst_row"], runs["rows"])
         if pair["src"] == pair["dst"]:
             if not (dst_is_run if adjoint else src_is_run):
@@ -169,6 +169,16 @@ def staging_volume(
         if is_packed or not dst_is_run:
             out[pair["dst"]] += volume
     return out
+
+
+def _caller_runs(
+    row: np.ndarray, count: np.ndarray, first: np.ndarray, rows: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return runs of a part's rows as runs of the caller's, where the part's rows are `rows` from each `first` on."""
+    first, rows = first[rows > 0], rows[rows > 0]
+    ends = np.cumsum(rows)
+    _, run, begin, end = intersect_runs(row, row + count, ends - rows, ends)
+    return first[run] + begin - (ends - rows)[run], end - begin
 
 
 def _is_one_run(first: np.ndarray, rows: np.ndarray) -> bool:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from mindspeed_cp.errors import PlanError
-from mindspeed_cp.layout import ragged_arange
 from mindspeed_cp.plan.parts import part_ends, part_rows
 from mindspeed_cp.plan.program import Plan
 from mindspeed_cp.plan.records import int64_record
-from mindspeed_cp.plan.verify.buffers import BufferBytes, buffer_bytes
+from mindspeed_cp.plan.verify.buffers import BufferBytes, Rows, buffer_bytes
 
 #: Bytes of one rank: K/V receive buffers, fp32 gradients, results of redistributions, staging (its largest moment),
 #: total.
@@ -133,9 +132,9 @@ def _redistributed_by_parts(plan: Plan, direction: str, buffers: list[BufferByte
     return out
 
 
-def _rows(plan: Plan, part: int, keys: bool) -> list[np.ndarray] | None:
-    """Return the row indices of a part on each rank, or None for a plan without parts."""
-    return [ragged_arange(*part_rows(plan, part, rank, keys)) for rank in range(plan.ranks)] if plan.parts else None
+def _rows(plan: Plan, part: int, keys: bool) -> Rows:
+    """Return the runs of a part's rows on each rank, or None for a plan without parts."""
+    return [part_rows(plan, part, rank, keys) for rank in range(plan.ranks)] if plan.parts else None
 
 
 def _gathered_rows(plan: Plan, part: int, rank: int, keys: bool) -> int | None:
