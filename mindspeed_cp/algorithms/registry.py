@@ -90,6 +90,7 @@ OPTION_HINTS = {
     "window_size": "write cp_window_size",
 }
 
+
 def register_algorithm(name: str, builder: Builder, *, aliases: tuple[str, ...] = (), use_for: str = "") -> None:
     """Add an algorithm, so that `build_plan`, the simulator, the reports and `auto` take it by its name.
 

@@ -1,4 +1,4 @@
-"""The inputs of a plan beside the documents: AttentionConfig and Topology; and which documents go with which attention."""
+"""The inputs of a plan beside the documents: AttentionConfig, Topology, and which documents go with which attention."""
 
 from __future__ import annotations
 

@@ -154,14 +154,12 @@ def _check_inputs(plan: Plan, program: Program, direction: str) -> None:
         raise PlanError(f"forward: rank {item['src']}, step {item['start']}: a forward has no gradients to send")
 
 
-def _tiles(
-    program: Program, cache: dict[tuple[int, int], list[np.ndarray]], direction: str
-) -> list[np.ndarray]:
+def _tiles(program: Program, cache: dict[tuple[int, int], list[np.ndarray]], direction: str) -> list[np.ndarray]:
     """Return the tiles of all ranks; programs of one plan that share contents and spans also share tiles."""
     key = id(program.contents), id(program.spans)  # both objects live as long as the plan
     if type(program) is not Program or key not in cache:
         cache[key] = [program.tiles(rank) for rank in range(program.ranks)]
-    if any(tiles.dtype != TILE for tiles in cache[key]):
+    if any(not isinstance(tiles, np.ndarray) or tiles.dtype != TILE or tiles.ndim != 1 for tiles in cache[key]):
         raise PlanError(f"{direction}: its tiles are not records of {', '.join(TILE.names or ())}")
     return cache[key]
 
