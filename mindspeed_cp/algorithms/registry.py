@@ -7,13 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import numpy as np
-
 from mindspeed_cp.algorithms.latent_choice import choose_latents
 from mindspeed_cp.algorithms.options import AlgorithmOption, read_options
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
-from mindspeed_cp.plan.problem import AttentionConfig, Topology
+from mindspeed_cp.plan.problem import AttentionConfig, Topology, documents_error
 from mindspeed_cp.plan.program import Plan
 from mindspeed_cp.schema.messages import closest_names, did_you_mean, short_repr
 from mindspeed_cp.schema.numbers import check_type
@@ -92,19 +90,6 @@ OPTION_HINTS = {
     "ulysses_degree_in_cp": "write ulysses_degree",
     "window_size": "write cp_window_size",
 }
-
-#: The one problem that no algorithm supports: (problem, alternatives).
-CAUSAL_CROSS_ATTENTION = (
-    "attention.mask is 'causal' with keys of other lengths than queries, which leaves open where among the keys a "
-    "query stands",
-    "mask 'full', or kv_documents with the lengths of documents",
-)
-
-#: What trees of documents are for.
-TREES_OF = "mask 'causal' and self-attention, or documents without parents"
-
-#: What blocks are for.
-BLOCKS_OF = "mask 'causal' and self-attention without ALiBi, or documents without blocks"
 
 
 def register_algorithm(name: str, builder: Builder, *, aliases: tuple[str, ...] = (), use_for: str = "") -> None:
@@ -221,15 +206,10 @@ def build_plan(
     check_type("attention", attention, AttentionConfig, "AttentionConfig(...)")
     name = algorithm_name(algorithm)
     check_options(name, options, topology.ranks)
-    if len(kv_documents) != len(documents):
-        raise ConfigError(
-            f"kv_documents has {len(kv_documents)} documents, documents {len(documents)}; valid: one length of keys "
-            "for each document"
-        )
+    error = documents_error(documents, kv_documents, attention)
+    if error is not None:
+        raise ConfigError(error)
     _check_bytes(documents, kv_documents, topology, attention)
-    _check_trees_and_blocks(documents, kv_documents, attention)
-    if attention.mask == "causal" and kv_documents != documents:
-        raise ConfigError(f"{CAUSAL_CROSS_ATTENTION[0]}; valid: {CAUSAL_CROSS_ATTENTION[1]}")
     reduce_dtype = str(options.pop("reduce_dtype", None) or "float32")
     latents = str(options.pop("latents", None) or "auto")
 
@@ -250,24 +230,6 @@ def _check_bytes(documents: Documents, kv_documents: Documents, topology: Topolo
             f"{topology.ranks:,} ranks: messages may have {upper_bound:.1e} bytes; valid: below {2.0**63:.1e}; give "
             "fewer heads, channels, tokens or ranks"
         )
-
-
-def _check_trees_and_blocks(documents: Documents, kv_documents: Documents, attention: AttentionConfig) -> None:
-    """Raise ConfigError where queries or keys have parents or blocks that the attention has not."""
-    for name, valid in (("parents", TREES_OF), ("blocks", BLOCKS_OF)):
-        is_of_blocks = name == "blocks"
-        if all((x.blocks if is_of_blocks else x.trees) is None for x in (documents, kv_documents)):
-            continue
-        what = None
-        if kv_documents != documents:
-            same = np.array_equal(kv_documents.lengths, documents.lengths)
-            what = f"keys of other {name if same else 'lengths'}"
-        elif attention.mask != "causal":
-            what = f"attention.mask {attention.mask!r}"
-        elif is_of_blocks and attention.slopes is not None:
-            what = "attention.alibi"
-        if what is not None:
-            raise ConfigError(f"documents have {name}, with {what}; valid: {valid}")
 
 
 def with_reduce_dtype(plan: Plan, reduce_dtype: str) -> Plan:

@@ -14,10 +14,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from mindspeed_cp.algorithms import ALGORITHMS, algorithm_name
-from mindspeed_cp.algorithms.registry import BLOCKS_OF, CAUSAL_CROSS_ATTENTION, TREES_OF
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import MASKS, AttentionConfig
+from mindspeed_cp.plan.problem import BLOCKS_OF, CAUSAL_CROSS_ATTENTION, TREES_OF
 
 __all__ = [
     "BACKEND_NAMES",

@@ -80,6 +80,7 @@ def combine(
         parts=parts,
         forward_order=default_order(parts, "forward") if forward_order is None else tuple(forward_order),
         backward_order=default_order(parts, "backward") if backward_order is None else tuple(backward_order),
+        reduce_dtype=parts[0].reduce_dtype,
     )
     error = parts_error(plan)
     if error is not None:
@@ -187,6 +188,8 @@ def _part_error(plan: Plan, index: int, part: Plan) -> str | None:
         return f"part {index} is for {part.attention}, the plan for {plan.attention}"
     if part.topology != plan.topology:
         return f"part {index} is for {part.topology}, the plan for {plan.topology}"
+    if part.reduce_dtype != plan.reduce_dtype:
+        return f"part {index} has reduce_dtype {part.reduce_dtype}, the plan {plan.reduce_dtype}; valid: the same"
     if part.linear_layout is not None:
         return f"part {index} has a linear_layout; valid: None, as the whole plan has the layout of linear layers"
     if len(part.documents) != documents or len(part.kv_documents) != documents:

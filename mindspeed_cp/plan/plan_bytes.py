@@ -1,5 +1,6 @@
 """A plan as bytes, for the ranks of one machine, and back. No pickles: a JSON header and columns of integers.
 
+    16 bytes   digest of all that follows, and of this format
     8 bytes    length of the header
     header     JSON: the plan and its parts, which refer to tables of documents, layouts and attentions by number
     columns    the arrays of the header in its order, column by column
@@ -12,17 +13,22 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
+from mindspeed_cp.errors import PlanError
 from mindspeed_cp.layout import ROW_RUN, TOKEN_SPAN, Documents, Layout
 from mindspeed_cp.plan.problem import AttentionConfig, Topology
 from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.plan.records import CONTENT, MESSAGE, Messages
+from mindspeed_cp.plan.verify.structure import check_types
+from mindspeed_cp.schema.messages import short_repr
 
 _TYPES: dict[int, type[np.signedinteger[Any]]] = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}  # by bytes
-_LENGTH_BYTES = 8
+_LENGTH_BYTES, _DIGEST_BYTES = 8, 16
+_FORMAT = b"plan 1"
 
 Json = Any
 
@@ -32,18 +38,37 @@ def plan_to_bytes(plan: Plan) -> bytes:
     writer = _Writer()
     header = {"plan": writer.plan(plan), **writer.tables}
     text = json.dumps(header, separators=(",", ":"), default=_as_python).encode()
-    return b"".join([len(text).to_bytes(_LENGTH_BYTES, "little"), text, *writer.columns])
+    content = b"".join([len(text).to_bytes(_LENGTH_BYTES, "little"), text, *writer.columns])
+    return _digest(content) + content
 
 
 def plan_from_bytes(content: bytes) -> Plan:
-    """Return the plan of :func:`plan_to_bytes`."""
+    """Return the plan of :func:`plan_to_bytes`.
+
+    Raises:
+        PlanError: these are not the bytes of a plan, all of them and unchanged, or they are of another release.
+    """
+    if not isinstance(content, bytes):
+        raise PlanError(f"plan bytes are {short_repr(content)}; valid: bytes of plan_to_bytes")
+    digest, content = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    if _digest(content) != digest:
+        raise PlanError(
+            f"plan bytes: {len(digest) + len(content)} bytes that are cut off, changed, or of another release; valid: "
+            "those of plan_to_bytes, of the same release"
+        )
     begin = _LENGTH_BYTES + int.from_bytes(content[:_LENGTH_BYTES], "little")
     header = json.loads(content[_LENGTH_BYTES:begin])
     reader = _Reader(content, begin)
     for name in ("documents", "layouts", "attentions"):
         for entry in header[name]:
             reader.tables[name].append(getattr(reader, name)(entry))
-    return reader.plan(header["plan"])
+    plan = reader.plan(header["plan"])
+    check_types(plan)
+    return plan
+
+
+def _digest(content: bytes) -> bytes:
+    return blake2b(content, digest_size=_DIGEST_BYTES, person=_FORMAT).digest()
 
 
 class _Writer:

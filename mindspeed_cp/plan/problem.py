@@ -1,4 +1,4 @@
-"""The inputs of a plan beside the documents: AttentionConfig and Topology."""
+"""The inputs of a plan beside the documents: AttentionConfig, Topology, and which documents go with which attention."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.layout import Documents
 from mindspeed_cp.schema.messages import short_repr
 from mindspeed_cp.schema.numbers import check_count, is_int
 
@@ -20,6 +21,19 @@ UNLIMITED = 2**31
 
 #: Upper limit of the number of ranks.
 RANK_LIMIT = 10**6
+
+#: The one problem that no algorithm supports: (problem, alternatives).
+CAUSAL_CROSS_ATTENTION = (
+    "attention.mask is 'causal' with keys of other lengths than queries, which leaves open where among the keys a "
+    "query stands",
+    "mask 'full', or kv_documents with the lengths of documents",
+)
+
+#: What trees of documents are for.
+TREES_OF = "mask 'causal' and self-attention, or documents without parents"
+
+#: What blocks are for.
+BLOCKS_OF = "mask 'causal' and self-attention without ALiBi, or documents without blocks"
 
 #: Largest slope and scale: kernels take both in fp32.
 FP32_MAX = float(np.finfo(np.float32).max)
@@ -279,6 +293,38 @@ class AttentionConfig:
                 f"attention.latent is {self.latent} with kv_heads = {self.kv_heads}; valid: kv_heads = heads, which is "
                 f"{self.heads}, as every head has keys and values of its own; or latent None"
             )
+
+
+def documents_error(documents: Documents, kv_documents: Documents, attention: AttentionConfig) -> str | None:
+    """Return the error text if attention over these documents is not defined or not computed, else None.
+
+    `build_plan` and `verify_plan` both ask here.
+
+    Args:
+        documents, kv_documents: documents by lengths of queries and of keys.
+        attention: attention of one layer.
+    """
+    if len(kv_documents) != len(documents):
+        return (
+            f"kv_documents has {len(kv_documents)} documents, documents {len(documents)}; valid: one length of keys "
+            "for each document"
+        )
+    has_blocks = documents.blocks is not None or kv_documents.blocks is not None
+    has_parents = documents.trees is not None or kv_documents.trees is not None
+    for name, is_given, valid in (("parents", has_parents, TREES_OF), ("blocks", has_blocks, BLOCKS_OF)):
+        conflict = None
+        if kv_documents != documents:
+            same = np.array_equal(kv_documents.lengths, documents.lengths)
+            conflict = f"keys of other {name if same else 'lengths'}"
+        elif attention.mask != "causal":
+            conflict = f"attention.mask {attention.mask!r}"
+        elif name == "blocks" and attention.slopes is not None:
+            conflict = "attention.alibi"
+        if is_given and conflict is not None:
+            return f"documents have {name}, with {conflict}; valid: {valid}"
+    if attention.mask == "causal" and kv_documents != documents:
+        return f"{CAUSAL_CROSS_ATTENTION[0]}; valid: {CAUSAL_CROSS_ATTENTION[1]}"
+    return None
 
 
 def alibi_slopes(heads: int) -> np.ndarray:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 
-from mindspeed_cp.errors import PlanError
+from mindspeed_cp.errors import ConfigError, PlanError
 from mindspeed_cp.layout import Layout
-from mindspeed_cp.plan.program import EXCHANGES, Plan, Program
+from mindspeed_cp.plan.problem import documents_error
+from mindspeed_cp.plan.program import DIRECTIONS, Plan, Program
+from mindspeed_cp.plan.records import TILE
 from mindspeed_cp.plan.verify.explain import raise_wrong_gradient, raise_wrong_query
 from mindspeed_cp.plan.verify.interpret import Interpreter, expected_sums
 from mindspeed_cp.plan.verify.lifetimes import check_lifetimes
 from mindspeed_cp.plan.verify.memory import check_peak_bytes, peak_bytes
-from mindspeed_cp.plan.verify.parts import check_parts
+from mindspeed_cp.plan.verify.parts import check_parts, interleaved_program
 from mindspeed_cp.plan.verify.queues import check_queues
 from mindspeed_cp.plan.verify.redistribution import check_redistribution
-from mindspeed_cp.plan.verify.structure import check_program, check_tiles
+from mindspeed_cp.plan.verify.structure import check_program, check_tiles, check_types
+from mindspeed_cp.schema.messages import short_repr
+from mindspeed_cp.schema.numbers import check_count
 
 __all__ = ["peak_bytes", "verify_plan"]
 
@@ -26,11 +32,14 @@ def verify_plan(plan: Plan, *, max_bytes: int | None = None, bytes_per_element: 
 
     Proved for all ranks, forward and backward:
 
+    * fields have the types and values that the engine reads, and the documents may have this attention, as in
+      `build_plan`;
     * every (token, head) is held once by the caller's layouts and by the layout of queries, and at least once by the
       layout of keys and values; kv heads are beside the query heads that read them; redistributions bring every row and
       head to its place once (:mod:`.redistribution`);
     * every number refers to a step, slot, row and rank that exists; tiles lie in their document; messages are in one
-      global order (:mod:`.structure`);
+      global order, tiles in the order of steps and slots, and of the shapes that operators rely on
+      (:mod:`.structure`);
     * every visible (query, key) pair is computed exactly once, and no other pair is; in the backward, the gradient of
       every key returns to its owner with the contribution of every query exactly once (:mod:`.interpret`);
     * no stale, empty or half-received row is computed or sent; no row is received while it is read, sent or received
@@ -50,32 +59,62 @@ def verify_plan(plan: Plan, *, max_bytes: int | None = None, bytes_per_element: 
 
     Raises:
         PlanError: names rank, step and tile or message, and the part.
+        ConfigError: an argument is not a Plan, or not a number in its range.
     """
+    if not isinstance(plan, Plan):
+        raise ConfigError(f"plan is {short_repr(plan)}; valid: a Plan, from build_plan")
+    for name, value in (("max_bytes", max_bytes), ("bytes_per_element", bytes_per_element), ("seed", seed)):
+        if value is not None:
+            check_count(name, value, least=int(name == "bytes_per_element"), most=None)
+    check_types(plan)
     _check_layouts(plan)
+    for index, part in enumerate(plan.parts):
+        with _in_part(plan, index):
+            _check_layouts(part)
     if plan.parts:
         check_parts(plan)
+        for direction in DIRECTIONS:
+            _check_inputs(plan, getattr(plan, direction), direction)
     elif plan.forward_order or plan.backward_order:
         raise PlanError("forward_order, backward_order: a plan without parts has none: it takes its steps in order")
     for index, part in enumerate(plan.parts_or_self):
-        try:
+        with _in_part(plan, index):
+            _check_structure(part)
+    for direction in DIRECTIONS if plan.parts else ():
+        check_queues(interleaved_program(plan, direction), direction)
+    for index, part in enumerate(plan.parts_or_self):
+        with _in_part(plan, index):
             _prove(part, seed)
-        except PlanError as error:
-            raise PlanError(f"part {index}: {error}" if plan.parts else str(error)) from None
     if max_bytes is not None:
         check_peak_bytes(plan, max_bytes, bytes_per_element)
 
 
-def _prove(plan: Plan, seed: int) -> None:
-    """Prove a plan without parts."""
-    attention = plan.attention
-    if plan.exchange not in EXCHANGES:
-        raise PlanError(f"exchange is {plan.exchange!r}; valid: {', '.join(EXCHANGES)}")
-    _check_layouts(plan)
+@contextmanager
+def _in_part(plan: Plan, index: int) -> Iterator[None]:
+    """Name the part in errors of a plan of parts."""
+    try:
+        yield
+    except PlanError as error:
+        raise PlanError(f"part {index}: {error}" if plan.parts else str(error)) from None
+
+
+def _check_structure(plan: Plan) -> None:
+    """Check all that a proof of a plan without parts refers to, beside its layouts."""
     _check_heads(plan)
     for name in ("q_redistribution", "kv_redistribution"):
         redistribution = getattr(plan, name)
         if redistribution is not None:
             check_redistribution(redistribution, name)
+    for direction in DIRECTIONS:
+        program: Program = getattr(plan, direction)
+        _check_inputs(plan, program, direction)
+        check_program(plan, program, direction)
+        _check_heads_of_messages(plan, program, direction)
+
+
+def _prove(plan: Plan, seed: int) -> None:
+    """Prove a plan without parts that has passed `_check_structure`."""
+    attention = plan.attention
     rng = np.random.default_rng(seed)
     query_numbers = rng.integers(1, 2**64, plan.documents.tokens, dtype=np.uint64)
     key_numbers = rng.integers(1, 2**64, plan.kv_documents.tokens, dtype=np.uint64) | np.uint64(1)
@@ -84,10 +123,7 @@ def _prove(plan: Plan, seed: int) -> None:
     computing = np.flatnonzero(has_heads).tolist()
     tile_cache: dict[tuple[int, int], list[np.ndarray]] = {}
     for direction, program in (("forward", plan.forward), ("backward", plan.backward)):
-        _check_inputs(plan, program, direction)
-        check_program(plan, program, direction)
-        _check_heads_of_messages(plan, program, direction)
-        tiles = _tiles(program, tile_cache)
+        tiles = _tiles(program, tile_cache, direction)
         for rank in range(plan.ranks):
             check_tiles(program, rank, tiles[rank], direction)
         check_lifetimes(program, tiles, direction)
@@ -118,11 +154,13 @@ def _check_inputs(plan: Plan, program: Program, direction: str) -> None:
         raise PlanError(f"forward: rank {item['src']}, step {item['start']}: a forward has no gradients to send")
 
 
-def _tiles(program: Program, cache: dict[tuple[int, int], list[np.ndarray]]) -> list[np.ndarray]:
+def _tiles(program: Program, cache: dict[tuple[int, int], list[np.ndarray]], direction: str) -> list[np.ndarray]:
     """Return the tiles of all ranks; programs of one plan that share contents and spans also share tiles."""
     key = id(program.contents), id(program.spans)  # both objects live as long as the plan
     if type(program) is not Program or key not in cache:
         cache[key] = [program.tiles(rank) for rank in range(program.ranks)]
+    if any(not isinstance(tiles, np.ndarray) or tiles.dtype != TILE or tiles.ndim != 1 for tiles in cache[key]):
+        raise PlanError(f"{direction}: its tiles are not records of {', '.join(TILE.names or ())}")
     return cache[key]
 
 
@@ -136,10 +174,9 @@ def _check_layouts(plan: Plan) -> None:
         documents = plan.kv_documents if "kv" in name else plan.documents
         if layout.documents != documents:
             raise PlanError(f"{name}: it is of {layout.documents}, the caller's layout of {documents}")
-    if len(plan.documents) != len(plan.kv_documents):
-        raise PlanError(
-            f"kv_layout_in: {len(plan.kv_documents)} documents of keys for {len(plan.documents)} of queries"
-        )
+    error = documents_error(plan.documents, plan.kv_documents, plan.attention)
+    if error is not None:
+        raise PlanError(error)
     for name in ("layout", "kv_layout_in"):
         if layouts[name].heads is not None:
             raise PlanError(f"{name}: the caller holds all heads, but it splits them")

@@ -47,7 +47,9 @@ def raise_wrong_query(plan: Plan, program: Program, direction: str, rank: int, r
             raise PlanError(
                 f"{direction}: rank {rank}: {query} sees {_key(keys, key, doc)} {len(seen_by)} times: {where}"
             )
-    missing = next(key for key in visible if key not in seen)
+    missing = next((key for key in visible if key not in seen), None)
+    if missing is None:  # the sums see another mask than this function
+        raise PlanError(f"{direction}: rank {rank}: {query}: the sum of its keys is wrong")
     holder = next(r for r in range(plan.ranks) if missing in plan.kv_layout_compute.tokens(r))
     holding = [content for content in program.contents_of(rank) if _holds(program, content, missing)]
     when = (

@@ -10,15 +10,14 @@ from mindspeed_cp.errors import PlanError
 from mindspeed_cp.plan.parts import parts_error
 from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.plan.records import Messages
-from mindspeed_cp.plan.verify.queues import check_queues
 
 
 def check_parts(plan: Plan) -> None:
-    """Check a plan of parts; the parts themselves are proved one by one.
+    """Check a plan of parts, whose layouts are valid; the parts themselves are proved one by one.
 
     Raises:
-        PlanError: the parts do not cover the documents of the batch once, hold other rows than the plan, miss or
-            repeat a step, or dead-lock in the plan's step order.
+        PlanError: the parts do not cover the documents of the batch once, hold other rows than the plan, or miss or
+            repeat a step.
     """
     error = parts_error(plan)
     if error is not None:
@@ -33,7 +32,6 @@ def check_parts(plan: Plan) -> None:
             raise PlanError(
                 f"{direction}: a plan of parts computes and sends in its parts, but it has a program itself"
             )
-        check_queues(interleaved_program(plan, direction), direction)
 
 
 def interleaved_program(plan: Plan, direction: str) -> Program:

@@ -1,12 +1,109 @@
-"""Structure: every step, slot, row, run, rank and document that a plan refers to exists."""
+"""Structure: fields have their types, and every step, slot, row, run, rank and document that a plan refers to exists.
+
+Numbers may be any of 64 bits: sums that could overflow are written as differences (`row > room - rows`).
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
-from mindspeed_cp.errors import PlanError
-from mindspeed_cp.plan.program import Plan, Program
-from mindspeed_cp.plan.records import CAUSAL, MASK_NAMES, Messages
+from mindspeed_cp.errors import ConfigError, PlanError
+from mindspeed_cp.layout import ROW_RUN, TOKEN_SPAN, Documents, Layout
+from mindspeed_cp.plan.problem import AttentionConfig, Topology
+from mindspeed_cp.plan.program import DIRECTIONS, EXCHANGES, REDUCE_BYTES, Plan, Program
+from mindspeed_cp.plan.records import BAND, CAUSAL, CONTENT, MASK_NAMES, MESSAGE, Messages
+from mindspeed_cp.schema.messages import short_repr
+from mindspeed_cp.schema.numbers import is_int
+
+#: Most steps of a program: the engine and the proof take time and memory for each.
+MAX_STEPS = 10**6
+
+#: Types of the fields of a plan's objects; a dtype stands for a one-dimensional array of such records.
+_FIELD_TYPES: dict[type, dict[str, Any]] = {
+    Plan: {
+        "algorithm": str,
+        "attention": AttentionConfig,
+        "topology": Topology,
+        **dict.fromkeys(("layout", "kv_layout_in", "q_layout_compute", "kv_layout_compute"), Layout),
+        **dict.fromkeys(DIRECTIONS, Program),
+        **dict.fromkeys(("parts", "forward_order", "backward_order"), tuple),
+        "linear_layout": Layout | None,
+        **dict.fromkeys(("reduce_dtype", "exchange"), str),
+    },
+    Program: {
+        "steps": int,
+        "capacity": np.ndarray,
+        "q_layout_compute": Layout,
+        "kv_documents": Documents,
+        "attention": AttentionConfig,
+        "contents": CONTENT,
+        "spans": TOKEN_SPAN,
+        **dict.fromkeys(("fetch", "reduce"), Messages),
+    },
+    Messages: {"items": MESSAGE, "runs": ROW_RUN},
+    Layout: {"documents": Documents, "ranks": int, "spans": TOKEN_SPAN, "heads": np.ndarray | None},
+}
+
+
+def check_types(plan: Plan) -> None:
+    """Raise PlanError unless all fields of a plan and its parts have their types, shapes and values by name."""
+    for index, part in enumerate([plan, *plan.parts] if isinstance(plan.parts, tuple) else [plan]):
+        where = f"part {index - 1}: " if index else ""
+        if not isinstance(part, Plan):
+            raise PlanError(f"{where}it is {short_repr(part)}; valid: a Plan")
+        _check_fields(part, where)
+        if index and part.parts:
+            raise PlanError(f"parts: part {index - 1} has parts itself; valid: plans without parts")
+        for name, names in (("reduce_dtype", tuple(REDUCE_BYTES)), ("exchange", EXCHANGES)):
+            if getattr(part, name) not in names:
+                raise PlanError(f"{where}{name} is {short_repr(getattr(part, name))}; valid: {', '.join(names)}")
+        for direction in DIRECTIONS:
+            shape = getattr(part, direction).capacity.shape
+            if len(shape) != 2 or shape[0] != part.ranks or not shape[1]:
+                raise PlanError(f"{where}{direction}: capacity has shape {shape}; valid: ({part.ranks}, slots)")
+            order = getattr(part, f"{direction}_order")
+            if not all(isinstance(entry, tuple) and len(entry) == 2 and all(map(is_int, entry)) for entry in order):
+                raise PlanError(f"{where}{direction}_order is {short_repr(order)}; valid: pairs of part and step")
+
+
+def _check_fields(item: object, where: str) -> None:
+    """Check the types of the fields of one object, and of those in it."""
+    for name, kind in next(types for owner, types in _FIELD_TYPES.items() if isinstance(item, owner)).items():
+        value = getattr(item, name)
+        if isinstance(kind, np.dtype):
+            fits = isinstance(value, np.ndarray) and value.dtype == kind and value.ndim == 1
+        else:
+            fits = is_int(value) if kind is int else isinstance(value, kind)
+        if isinstance(value, np.ndarray) and not isinstance(kind, np.dtype):  # capacity and heads
+            fits = fits and value.dtype == np.int64
+        if not fits:
+            raise PlanError(f"{where}{name} is {_described(value)}; valid: {_described_type(kind)}")
+        if isinstance(value, tuple(_FIELD_TYPES)):
+            _check_fields(value, f"{where}{name}.")
+        elif isinstance(value, AttentionConfig):
+            try:
+                value.check()
+            except ConfigError as error:
+                raise PlanError(f"{where}{error}") from None
+    if isinstance(item, Layout) and item.heads is not None and item.heads.shape != (item.ranks, 2):
+        raise PlanError(f"{where}heads has shape {item.heads.shape}; valid: ({item.ranks}, 2)")
+
+
+def _described(value: object) -> str:
+    if not isinstance(value, np.ndarray):
+        return short_repr(value)
+    fields = "" if value.dtype.names is None else f"records of {', '.join(value.dtype.names)}, "
+    return f"an array of {fields or f'{value.dtype}, '}shape {value.shape}"
+
+
+def _described_type(kind: Any) -> str:
+    if isinstance(kind, np.dtype):
+        return f"int64 records of {', '.join(kind.names or ())}"
+    if kind in (np.ndarray, np.ndarray | None):
+        return "an array of int64"
+    return str(getattr(kind, "__name__", kind))
 
 
 def describe_tile(tile: np.ndarray) -> str:
@@ -27,14 +124,8 @@ def describe_message(kind: str, item: np.ndarray) -> str:
 
 def check_program(plan: Plan, program: Program, direction: str) -> None:
     """Raise PlanError unless the steps, slots, rows and runs of messages and contents exist."""
-    ranks = plan.ranks
-    if (
-        program.steps < 1
-        or program.capacity.ndim != 2
-        or len(program.capacity) != ranks
-        or not program.capacity.shape[1]
-    ):
-        raise PlanError(f"{direction}: {program.steps} steps and capacity {program.capacity.shape} for {ranks} ranks")
+    if not 1 <= program.steps <= MAX_STEPS:
+        raise PlanError(f"{direction}: it has {program.steps} steps; valid: 1 to {MAX_STEPS}")
     tokens = program.kv_documents.tokens
     impossible = np.argwhere(
         (program.capacity < 0) | (program.capacity > tokens)
@@ -74,7 +165,7 @@ def _check_messages(program: Program, messages: Messages, where: str) -> None:
         ends_ok &= (items[side] >= 0) & (items[side] < ranks)
         ends_ok &= (items[side + "_slot"] >= 0) & (items[side + "_slot"] < slots)
     step_ok = (items["start"] >= 0) & (items["start"] <= items["done"]) & (items["done"] < program.steps)
-    runs_ok = (items["first"] >= 0) & (items["count"] > 0) & (items["first"] + items["count"] <= len(runs))
+    runs_ok = (items["first"] >= 0) & (items["count"] > 0) & (items["first"] <= len(runs) - items["count"])
     for ok, why in (
         (ends_ok, f"ranks go from 0 to {ranks - 1} and slots from 0 to {slots - 1}"),
         (items["src"] != items["dst"], "a rank does not send to itself"),
@@ -104,7 +195,7 @@ def _check_messages(program: Program, messages: Messages, where: str) -> None:
         )
     for side in ("src", "dst"):
         room = program.capacity[items[side][owner], items[side + "_slot"][owner]]
-        outside = np.flatnonzero((flat[side + "_row"] + flat["rows"] > room) | (flat[side + "_row"] < 0))
+        outside = np.flatnonzero((flat[side + "_row"] > room - flat["rows"]) | (flat[side + "_row"] < 0))
         if len(outside):
             item = items[owner[outside[0]]]
             raise PlanError(
@@ -118,7 +209,7 @@ def _check_contents(program: Program, direction: str) -> None:
     ranks, slots = program.capacity.shape
     ok = (contents["rank"] >= 0) & (contents["rank"] < ranks) & (contents["slot"] >= 0) & (contents["slot"] < slots)
     ok &= (contents["step"] >= 0) & (contents["step"] < program.steps) & (contents["first"] >= 0)
-    ok &= (contents["count"] > 0) & (contents["first"] + contents["count"] <= len(spans))
+    ok &= (contents["count"] > 0) & (contents["first"] <= len(spans) - contents["count"])
     if not ok.all():
         bad = contents[int(np.argmin(ok))]
         raise PlanError(
@@ -150,6 +241,14 @@ def _check_contents(program: Program, direction: str) -> None:
             raise PlanError(f"{where} leave their documents")
         if (held["stop"] <= held["start"]).any() or (held["start"][1:] < held["stop"][:-1]).any():
             raise PlanError(f"{where} do not ascend in token order")
+    rows, room = _content_rows(program), program.capacity[contents["rank"], contents["slot"]]
+    outside = np.flatnonzero((contents["row"] < 0) | (contents["row"] > room - rows))
+    if len(outside):
+        bad = contents[outside[0]]
+        raise PlanError(
+            f"{direction}: rank {bad['rank']}, step {bad['step']}: contents of {rows[outside[0]]} rows from row "
+            f"{bad['row']} on leave the {room[outside[0]]} rows of slot {bad['slot']}"
+        )
 
 
 def _content_rows(program: Program) -> np.ndarray:
@@ -159,7 +258,8 @@ def _content_rows(program: Program) -> np.ndarray:
 
 
 def check_tiles(program: Program, rank: int, tiles: np.ndarray, direction: str) -> None:
-    """Check that every tile lies in the rank's queries, in the rows that its slot holds, and in its document.
+    """Check that every tile lies in the rank's queries, in the rows that its slot holds, and in its document, and that
+    tiles are as operators rely on (:mod:`mindspeed_cp.plan.records`).
 
     Args:
         program: program that has passed `check_program`.
@@ -171,9 +271,11 @@ def check_tiles(program: Program, rank: int, tiles: np.ndarray, direction: str) 
         PlanError: names rank, step and tile.
     """
     q_rows = int(program.q_layout_compute.token_counts[rank])
-    slot_rows = _rows_held(program, rank, tiles)
-    ok = (tiles["q_row"] >= 0) & (tiles["q_rows"] > 0) & (tiles["q_row"] + tiles["q_rows"] <= q_rows)
-    ok &= (tiles["k_row"] >= 0) & (tiles["k_rows"] > 0) & (tiles["k_row"] + tiles["k_rows"] <= slot_rows)
+    exists = (tiles["step"] >= 0) & (tiles["step"] < program.steps)
+    exists &= (tiles["slot"] >= 0) & (tiles["slot"] < program.capacity.shape[1])
+    slot_rows = np.where(exists, _rows_held(program, rank, tiles), 0)
+    ok = (tiles["q_row"] >= 0) & (tiles["q_rows"] > 0) & (tiles["q_row"] <= q_rows - tiles["q_rows"])
+    ok &= (tiles["k_row"] >= 0) & (tiles["k_rows"] > 0) & (tiles["k_row"] <= slot_rows - tiles["k_rows"])
     for name in ("doc", "k_doc"):
         ok &= (tiles[name] >= 0) & (tiles[name] < len(program.kv_documents))
     ok &= np.isin(tiles["mask"], list(MASK_NAMES)) & ((tiles["mask"] != CAUSAL) | (tiles["k_rows"] >= tiles["q_rows"]))
@@ -187,12 +289,39 @@ def check_tiles(program: Program, rank: int, tiles: np.ndarray, direction: str) 
             f"queries, and documents go from 0 to {len(program.kv_documents) - 1}"
         )
     _check_tile_positions(program, rank, tiles, direction)
-    earlier = np.flatnonzero(np.diff(tiles["step"]) < 0)
-    if len(earlier):
-        tile = tiles[earlier[0] + 1]
+    _check_masks(tiles, program.attention, f"{direction}: rank {rank}")
+    later = np.diff(tiles["step"] * program.capacity.shape[1] + tiles["slot"]) < 0
+    if later.any():
+        tile = tiles[int(np.argmax(later)) + 1]
         raise PlanError(
-            f"{direction}: rank {rank}, step {tile['step']}: {describe_tile(tile)} comes after a tile of a later step"
+            f"{direction}: rank {rank}, step {tile['step']}: {describe_tile(tile)} comes after a tile of a later step "
+            "or slot"
         )
+
+
+def _check_masks(tiles: np.ndarray, attention: AttentionConfig, where: str) -> None:
+    """Raise PlanError unless every row of a band tile sees a key, and every key is seen; and causal tiles are under a
+    causal mask and, if positions matter, end at the same position on both sides and lie in the window.
+
+    Operators make the masks of some calls from the attention's reach and the positions of a tile, not from its mask.
+    """
+    left, right = attention.reach
+    q_rows, k_rows, ahead = tiles["q_rows"], tiles["k_rows"], tiles["q_pos"] - tiles["k_pos"]
+    is_band, is_causal = tiles["mask"] == BAND, tiles["mask"] == CAUSAL
+    sees_no_key = is_band & ((ahead + right < 0) | (ahead + q_rows - 1 - left >= k_rows))
+    unseen_key = is_band & ((ahead - left > 0) | (ahead + q_rows - 1 + right < k_rows - 1))
+    shifted = is_causal & (ahead != k_rows - q_rows) & attention.needs_positions
+    outside = is_causal & (ahead + q_rows - 1 > left) & attention.needs_positions
+    for wrong, why in (
+        (is_causal & (attention.mask != "causal"), f"attention.mask is {attention.mask!r}"),
+        (sees_no_key, "a query sees no key of it"),
+        (unseen_key, "no query sees a key of it"),
+        (shifted, "its last query and its last key are at different positions"),
+        (outside, "its last query does not reach its first key"),
+    ):
+        if wrong.any():
+            tile = tiles[int(np.argmax(wrong))]
+            raise PlanError(f"{where}, step {tile['step']}: {describe_tile(tile)}: {why}")
 
 
 def _rows_held(program: Program, rank: int, tiles: np.ndarray) -> np.ndarray:
@@ -223,7 +352,7 @@ def _check_tile_positions(program: Program, rank: int, tiles: np.ndarray, direct
         ("k_pos", program.kv_documents, "k_doc", tiles["k_rows"]),
     ):
         length, position = documents.lengths[tiles[doc]], tiles[pos] - documents.first_positions[tiles[doc]]
-        outside = np.flatnonzero((position < 0) | (position + rows > length))
+        outside = np.flatnonzero((position < 0) | (position > length - rows))
         if len(outside):
             tile = tiles[outside[0]]
             raise PlanError(
