@@ -65,6 +65,15 @@ def comm_library(group: dist.ProcessGroup, device: torch.device | str) -> str:
     return group._get_backend(torch.device(device)).name().lower()
 
 
+def has_library(group: dist.ProcessGroup, device: torch.device | str) -> bool:
+    """Return True if a group carries a device's tensors."""
+    try:
+        comm_library(group, device)
+    except RuntimeError:
+        return False
+    return True
+
+
 def process_group_options(library: str, options: Mapping[str, int] | None) -> Any:
     """Return ProcessGroupHCCL.Options for new groups, or None without options.
 

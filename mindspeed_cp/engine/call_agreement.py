@@ -1,7 +1,8 @@
 """Compares what the ranks of a group run, in every call of attention: always on, 8 bytes per rank and call.
 
 A digest of the release of this package, the plan, the type of the tensors, the dropout key and, where one is given,
-the digest of the batch is gathered before the first message of a call. How soon the result is read depends on the device::
+the digest of the batch is gathered before the first message of a call. How soon the result is read depends on the
+device::
 
     tensors on the CPU        the call waits for it: ranks that differ raise before a message travels
     device, group with gloo   a plan's first call waits; later calls go on, and read it in the backward or the next call
@@ -29,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_cp.comm import comm_library, group_rank, group_size, resolve_group
+from mindspeed_cp.comm import group_rank, group_size, has_library, resolve_group
 from mindspeed_cp.engine.agreement import RELEASE, compare_plans, digest64, plan_digest
 from mindspeed_cp.engine.recorder import timed_span
 from mindspeed_cp.errors import ConfigError, PeerError
@@ -104,7 +105,7 @@ class CallAgreement:
         self._group = resolve_group(group)
         self._timeout, self._device = timeout, device
         self._rank, self._ranks = group_rank(group), group_size(group)
-        self._has_host_library = device.type == "cpu" or _has_library(self._group, "cpu")
+        self._has_host_library = device.type == "cpu" or has_library(self._group, "cpu")
         self._unread = _unread.setdefault(self._group, deque())
         self._is_agreed = False
 
@@ -136,8 +137,8 @@ class CallAgreement:
         """Compare this call with those of the other ranks, and read earlier comparisons that have finished.
 
         Raises:
-            ConfigError: ranks run different releases, plans, types, dropout keys or batches; names ranks and differences if this
-                call waits for the comparison, else the ranks.
+            ConfigError: ranks run different releases, plans, types, dropout keys or batches; names ranks and
+                differences if this call waits for the comparison, else the ranks.
         """
         self.read_finished()
         details = {
@@ -250,14 +251,6 @@ def _side_stream(device: torch.device) -> Any:
     if device not in _side_streams:
         _side_streams[device] = torch.get_device_module(device).Stream(device)
     return _side_streams[device]
-
-
-def _has_library(group: dist.ProcessGroup, device: str) -> bool:
-    try:
-        comm_library(group, device)
-    except RuntimeError:
-        return False
-    return True
 
 
 def _all_equal(digests: Tensor) -> bool:

@@ -38,8 +38,8 @@ def check_options(training: object, batch_digest: object = None) -> None:
         raise ConfigError(f"training is {training!r}; valid: True, or False, which drops nothing")
     if batch_digest is not None and not is_int(batch_digest):
         raise ConfigError(
-            f"batch_digest is {batch_digest!r}; valid: an integer that each rank computes from its whole batch, such as "
-            "zlib.crc32 of the tokens, or None, which compares no batches"
+            f"batch_digest is {batch_digest!r}; valid: an integer that each rank computes from its whole batch, such "
+            "as zlib.crc32 of the tokens, or None, which compares no batches"
         )
 
 

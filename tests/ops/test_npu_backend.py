@@ -408,5 +408,7 @@ def test_a_sink_far_above_all_scores_has_exact_gradients(case: Case, statistics:
     leaves = [x.double().requires_grad_() for x in (q, k, v, sink)]
     out, _ = dense_packed_attention(case.attention, *leaves[:3], case.documents, sink=leaves[3])
     exact = torch.autograd.grad(out, leaves, dout.double())
-    for name, got, wanted in zip(("dq", "dk", "dv", "dsink"), (made.dq, made.dk, made.dv, made.dsink), exact, strict=True):
+    for name, got, wanted in zip(
+        ("dq", "dk", "dv", "dsink"), (made.dq, made.dk, made.dv, made.dsink), exact, strict=True
+    ):
         assert got is not None and torch.allclose(got.double(), wanted, rtol=1e-4, atol=1e-5), name
