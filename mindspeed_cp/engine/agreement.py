@@ -19,7 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_cp import __version__
-from mindspeed_cp.comm import DEFAULT_TIMEOUT, checked_timeout, comm_library, group_rank, group_size, resolve_group
+from mindspeed_cp.comm import (
+    DEFAULT_TIMEOUT,
+    checked_timeout,
+    comm_library,
+    failure_reason,
+    group_rank,
+    group_size,
+    resolve_group,
+)
 from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.layout import Layout
 from mindspeed_cp.plan import AttentionConfig, Messages, Plan, Program
@@ -268,7 +276,7 @@ def _all_gather(tensor: Tensor, ranks: int, group: dist.ProcessGroup | None, lim
         work.wait(timedelta(seconds=limit)) if is_gloo else work.wait()
     except RuntimeError as error:
         raise PeerError(
-            f"rank {group_rank(group)}: comparing plans over the group: a rank died, or did not take part within "
-            f"{limit:g} s ({' '.join(str(error).split())[:160]})"
+            f"rank {group_rank(group)}: comparing plans over the group: a rank died, or did not take part: "
+            f"{failure_reason(error, limit)}"
         ) from error
     return torch.stack(gathered)

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_cp.comm import group_rank, group_size, has_library, resolve_group
+from mindspeed_cp.comm import failure_reason, group_rank, group_size, has_library, resolve_group
 from mindspeed_cp.engine.agreement import RELEASE, compare_plans, digest64, plan_digest
 from mindspeed_cp.engine.recorder import timed_span
 from mindspeed_cp.errors import ConfigError, PeerError
@@ -194,8 +194,8 @@ class CallAgreement:
                 comparison.wait(self._timeout)
             except RuntimeError as error:
                 raise PeerError(
-                    f"rank {self._rank}: comparing plans over the group: a rank died, or did not take part within "
-                    f"{self._timeout:g} s ({' '.join(str(error).split())[:160]})"
+                    f"rank {self._rank}: comparing plans over the group: a rank died, or did not take part: "
+                    f"{failure_reason(error, self._timeout)}"
                 ) from error
             if not _all_equal(comparison.digests):
                 raise self._late_error(comparison)

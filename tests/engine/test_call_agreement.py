@@ -248,7 +248,7 @@ def test_a_comparison_that_never_ends_is_given_up() -> None:
         text, _ = workers.run(2, lost_peer)
     finally:
         workers.close()
-    assert "rank 0: comparing plans over the group: a rank died, or did not take part within 1 s" in text
+    assert "rank 0: comparing plans over the group: a rank died, or did not take part: no answer within 1 s" in text
 
 
 def test_a_comparison_keeps_no_plan_alive(workers: GlooPool) -> None:
