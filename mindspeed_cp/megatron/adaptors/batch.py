@@ -236,7 +236,7 @@ def digest_of_batch(wholes: Mapping[str, Tensor]) -> int | None:
     for name in sorted(wholes):
         if wholes[name].device.type != "cpu":
             return None
-        digest = zlib.crc32(wholes[name].detach().contiguous().view(-1).view(torch.uint8).numpy(), digest)
+        digest = zlib.crc32(wholes[name].detach().contiguous().view(-1).view(torch.uint8).numpy().data, digest)
     return digest
 
 

@@ -79,7 +79,7 @@ def trajectory_batch(
     targets = packed.targets
     whole = targets.weights(weights)
     if params.batch_digest is not None:
-        params.batch_digest = zlib.crc32(np.ascontiguousarray(whole), params.batch_digest)
+        params.batch_digest = zlib.crc32(np.ascontiguousarray(whole).data, params.batch_digest)
     numbers, rows = targets.of_rows(params.linear.tokens(rank))
     first = targets.is_first[numbers]
     ordered = np.concatenate([numbers[first], numbers[~first]])
