@@ -11,7 +11,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mindspeed_cp.errors import ConfigError, OperatorError, PeerError, PlanError
+from mindspeed_cp.errors import ConfigError, OperatorError, PeerError, PlanError, missing_package
 
 if TYPE_CHECKING:
     from mindspeed_cp.algorithms import build_plan, register_algorithm
@@ -79,6 +79,9 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    try:
+        value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    except ModuleNotFoundError as error:
+        raise (ConfigError(missing_package(error) or "") if missing_package(error) else error) from None
     globals()[name] = value
     return value

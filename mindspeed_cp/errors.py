@@ -17,6 +17,24 @@ def shortened(text: str, limit: int = 80) -> str:
     return f"{text[: limit - 3 - end]}...{text[len(text) - end :]}"
 
 
+#: How to get a package that is the user's own to choose (docs/versions.md).
+INSTALL = {
+    "torch": "pip install 'torch>=2.7', or the release of your accelerator; without it: plan, simulate, convert, and "
+    "report of finished runs",
+    "megatron": "pip install megatron-core, or the release that you use",
+    "psutil": "pip install psutil",
+    "einops": "pip install einops",
+}
+
+
+def missing_package(error: ImportError) -> str | None:
+    """Return one line about a package that is not installed, and how to get it; None if it is not one of INSTALL."""
+    package = (error.name or "").split(".")[0]
+    if not isinstance(error, ModuleNotFoundError) or package not in INSTALL:
+        return None
+    return f"{package} is not installed: {INSTALL[package]}"
+
+
 class _Bounded(Exception):
     """An error whose message stays readable whatever text from outside stands in it."""
 

@@ -21,21 +21,17 @@ from mindspeed_cp.cli.plan import plan
 from mindspeed_cp.cli.report import report
 from mindspeed_cp.cli.simulate import simulate
 from mindspeed_cp.cli.train import train
-from mindspeed_cp.errors import MESSAGE_LIMIT, ConfigError, OperatorError, PeerError, PlanError, shortened
+from mindspeed_cp.errors import (
+    MESSAGE_LIMIT,
+    ConfigError,
+    OperatorError,
+    PeerError,
+    PlanError,
+    missing_package,
+    shortened,
+)
 
 BAD_INPUT, FAILED, STOPPED = 2, 1, 130
-
-#: What to say where a package is missing that is the user's own to choose (docs/versions.md).
-_TRAINING = (
-    "{} is not installed, which training needs; pip install 'mindspeed-cp[megatron]', or the release that you use"
-)
-NOT_INSTALLED = {
-    "torch": "torch is not installed; pip install 'mindspeed-cp[torch]', or your release. Without it: plan, "
-    "simulate, convert, and report of finished runs",
-    "megatron": _TRAINING.format("megatron-core"),
-    "psutil": _TRAINING.format("psutil"),
-    "einops": _TRAINING.format("einops"),
-}
 
 app = typer.Typer(
     name="mindspeed-cp",
@@ -90,10 +86,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except (PeerError, OperatorError) as error:
         return _print_error(str(error), FAILED)
     except ModuleNotFoundError as error:
-        package = (error.name or "").split(".")[0]
-        if package not in NOT_INSTALLED:
+        text = missing_package(error)
+        if text is None:
             raise
-        return _print_error(NOT_INSTALLED[package], BAD_INPUT)
+        return _print_error(text, BAD_INPUT)
     except (KeyboardInterrupt, typer.Abort):
         return _print_error("stopped", STOPPED)
     except BrokenPipeError:  # the reader of the output ended, as in `mindspeed-cp plan ... | head`

@@ -8,7 +8,7 @@ from mindspeed_cp.comm.directional_groups import (
 )
 from mindspeed_cp.comm.exchange import ExchangeBuffers, ExchangePart, exchange_buffers
 from mindspeed_cp.comm.group_transport import GroupTransport
-from mindspeed_cp.comm.groups import comm_library, group_rank, group_size, resolve_group
+from mindspeed_cp.comm.groups import comm_library, failure_reason, group_rank, group_size, has_library, resolve_group
 from mindspeed_cp.comm.in_memory import InMemoryNetwork, InMemoryPending, InMemoryTransport
 from mindspeed_cp.comm.redistribution import (
     RankRedistribution,
@@ -45,8 +45,10 @@ __all__ = [
     "close_directional_groups",
     "comm_library",
     "exchange_buffers",
+    "failure_reason",
     "group_rank",
     "group_size",
+    "has_library",
     "open_directional_groups",
     "rank_redistribution",
     "resolve_group",

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mindspeed_cp.comm.directional_groups import OPEN_GROUPS, DirectionalGroups, connection_order
 from mindspeed_cp.comm.exchange import ExchangeBuffers
-from mindspeed_cp.comm.groups import comm_library, resolve_group
+from mindspeed_cp.comm.groups import comm_library, failure_reason, resolve_group
 from mindspeed_cp.comm.last_wait import note_arrival, note_exchange, note_wait
 from mindspeed_cp.comm.transport import DEFAULT_TIMEOUT, Pending, Transfer, checked_timeout
 from mindspeed_cp.device.npu_errors import HCCL_REMEDY, is_lost_peer, short_cause
@@ -172,10 +172,8 @@ class GroupTransport:
         )
 
     def _reason(self, error: RuntimeError) -> str:
-        text = " ".join(str(error).split())
-        timed_out = "timed out" in text.lower() or "timeout" in text.lower()
         if self.is_gloo:
-            return f"no answer within {self.timeout:g} s" if timed_out else f"the connection failed ({text[:160]})"
+            return failure_reason(error, self.timeout)
         # the timeout is that of the group or of the library
         return f"the connection failed ({short_cause(str(error))})" + f"; {HCCL_REMEDY}" * self._is_hccl
 

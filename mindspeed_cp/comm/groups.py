@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from mindspeed_cp.device.npu_errors import TOO_MANY_FILES
 from mindspeed_cp.errors import ConfigError
 
 #: Options of a group that HCCL accepts, and their names in ProcessGroupHCCL.Options.hccl_config. They apply to the
@@ -63,6 +65,32 @@ def comm_library(group: dist.ProcessGroup, device: torch.device | str) -> str:
     """Return the library that carries a device's tensors in a group: "gloo", "hccl" or "nccl". (dist.get_backend
     returns "undefined" or "cpu:gloo" for groups that serve several kinds of device.)"""
     return group._get_backend(torch.device(device)).name().lower()
+
+
+def failure_reason(error: RuntimeError, limit: float) -> str:
+    """Return why gloo failed: no answer, with the seconds that it says it waited (a group's own time-out may be
+    shorter than that of a call), too many open files, or a connection that failed.
+
+    Args:
+        error: gloo's error.
+        limit: seconds that the call would have waited.
+    """
+    text = " ".join(str(error).split())
+    if "too many open files" in text.lower():
+        return f"{TOO_MANY_FILES} ({text[:160]})"
+    if "timed out" in text.lower() or "timeout" in text.lower():
+        waited = re.search(r"(\d+) ?ms\b", text)
+        return f"no answer within {int(waited[1]) / 1000 if waited else limit:g} s"
+    return f"the connection failed ({text[:160]})"
+
+
+def has_library(group: dist.ProcessGroup, device: torch.device | str) -> bool:
+    """Return True if a group carries a device's tensors."""
+    try:
+        comm_library(group, device)
+    except RuntimeError:
+        return False
+    return True
 
 
 def process_group_options(library: str, options: Mapping[str, int] | None) -> Any:

@@ -46,15 +46,19 @@ REMEDY = (
     "`mindspeed-cp doctor --device npu` tries every path of the operator; use what passes there, a later CANN, or "
     "train.device: cpu"
 )
+TOO_MANY_FILES = "this rank has too many open files; raise the limit (ulimit -n), or use fewer ranks"
 TIMEOUTS = "context_parallel_suite.timeout_seconds or HCCL_EXEC_TIMEOUT"
 HCCL_REMEDY = f"look whether all ranks live; the time-outs are {TIMEOUTS}, and HCCL_CONNECT_TIMEOUT"
 
 
 def classify_hccl_error(text: str) -> str | None:
-    """Return the kind of an error of HCCL: "peer" (absent, late, or no link to it), "table", "memory" or "other"; None
+    """Return the kind of an error of HCCL: "peer" (absent, late, or no link to it), "files" (too
+    many are open), "table", "memory" or "other"; None
     if the error is not of HCCL, but of an operator of the task queue or of a device, raised by a later call of HCCL."""
     message = _SOURCE_LOCATIONS.sub("", text)
     lower = message.lower()
+    if "too many open files" in lower and _HCCL_TEXT.search(lower):
+        return "files"
     if _PEER_CODE.search(message):
         return "peer"
     lost = _LOST_PEER.search(lower) and not _OPERATOR_CODE.search(message)
@@ -104,6 +108,8 @@ def hccl_error_line(text: str) -> str:
     kind = classify_hccl_error(text)
     if kind == "peer":
         return f"HCCL failed: {short_cause(text)}; {HCCL_REMEDY}"
+    if kind == "files":
+        return f"HCCL failed: {TOO_MANY_FILES}: {short_cause(text)}"
     first = _truncated(next(iter(_reason_lines(text)), "it gave no reason"))
     if kind == "table":
         return f"HCCL refused the rank table: {first}; look at the file that RANK_TABLE_FILE names, or unset it"

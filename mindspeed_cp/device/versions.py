@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mindspeed_cp.device.select import min_cann
-from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.errors import INSTALL, ConfigError
 
 #: Oldest Megatron-core whose checkpoints `mindspeed-cp train` writes.
 OLDEST_MEGATRON_OF_TRAIN = (0, 16)
@@ -109,7 +109,11 @@ def version_status(limit: Limit, version: str | None) -> Status:
 
 
 def require_megatron_of_train() -> None:
-    """Raise ConfigError where the installed Megatron-core is too old for `mindspeed-cp train`; imports nothing."""
+    """Raise ConfigError where torch or Megatron-core is missing, or Megatron-core is too old for `mindspeed-cp train`;
+    imports nothing. (The launcher itself needs neither: its ranks would end one by one.)"""
+    for package in ("torch", "megatron"):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"{package} is not installed: {INSTALL[package]}")
     [limit] = [limit for limit in LIMITS if limit.package == "megatron-core"]
     version = installed_version(limit)
     release = None if version is None else _numbers(version)

@@ -18,12 +18,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_cp.comm import DEFAULT_TIMEOUT, checked_timeout, comm_library, group_rank, group_size, resolve_group
+from mindspeed_cp import __version__
+from mindspeed_cp.comm import (
+    DEFAULT_TIMEOUT,
+    checked_timeout,
+    comm_library,
+    failure_reason,
+    group_rank,
+    group_size,
+    resolve_group,
+)
 from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.layout import Layout
 from mindspeed_cp.plan import AttentionConfig, Messages, Plan, Program
 from mindspeed_cp.schema.messages import name_ranks
 
+RELEASE = __version__  # of this package on this rank: another one may plan otherwise
 SHOWN_BYTES = 200  # of a value in an error
 
 
@@ -47,8 +57,8 @@ def check_agreement(
         timeout: seconds to wait for other ranks, on gloo. NCCL and HCCL use the timeout of their group.
 
     Raises:
-        ConfigError: ranks differ; names them and the difference: documents, topology, attention, algorithm, layout,
-            program or dtype.
+        ConfigError: ranks differ; names them and the difference: release of this package, documents, topology,
+            attention, algorithm, layout, program or dtype.
         PeerError: a rank died or did not call it.
     """
     if not isinstance(plan, Plan):
@@ -70,7 +80,8 @@ def compare_plans(
     device: torch.device | str,
     limit: float,
 ) -> None:
-    """Raise ConfigError, on every rank, unless all ranks of the group have the same plan and details; a collective.
+    """Raise ConfigError, on every rank, unless all ranks of the group run the same release of this package, and have
+    the same plan and details; a collective.
 
     Args:
         plan: the plan of this rank.
@@ -78,20 +89,34 @@ def compare_plans(
         group, device: as for `check_agreement`.
         limit: seconds to wait for other ranks, on gloo.
     """
+    # First the release alone: another one may describe plans by other names.
+    releases = _differences_over(group, {"release": RELEASE}, device, limit)
+    if releases:
+        raise ConfigError(
+            f"rank {group_rank(group)}: the ranks of the group run different releases of mindspeed-cp: {releases}; "
+            "install the same one on every node"
+        )
+    differences = _differences_over(group, {**plan_fingerprints(plan), **details}, device, limit)
+    if differences:
+        raise ConfigError(
+            f"rank {group_rank(group)}: the ranks of the group do not have the same plan: {differences}; every rank "
+            "gives build_plan the same documents, topology, attention, algorithm and options, and q, k and v of one "
+            "type and batch (is a rank's data loader a batch ahead?)"
+        )
+
+
+def _differences_over(
+    group: dist.ProcessGroup | None, texts: Mapping[str, str], device: torch.device | str, limit: float
+) -> str:
+    """Compare named texts over a group and describe what differs, in the same words on all ranks; "" if nothing."""
     ranks = group_size(group)
-    fingerprints = {**plan_fingerprints(plan), **details}
-    hashes = torch.tensor([digest64(text) for text in fingerprints.values()], device=device)
+    hashes = torch.tensor([digest64(text) for text in texts.values()], device=device)
     all_hashes = _all_gather(hashes, ranks, group, limit).cpu()
     if bool((all_hashes == all_hashes[0]).all()):
-        return
-    shown = torch.from_numpy(np.stack([_displayed(text) for text in fingerprints.values()])).to(device)
-    texts = _all_gather(shown, ranks, group, limit).cpu().numpy()
-    differences = _differences(list(fingerprints), all_hashes.numpy(), texts)
-    raise ConfigError(
-        f"rank {group_rank(group)}: the ranks of the group do not have the same plan: {' | '.join(differences)}; every "
-        "rank gives build_plan the same documents, topology, attention, algorithm and options, and q, k and v of one "
-        "type and batch (is a rank's data loader a batch ahead?)"
-    )
+        return ""
+    shown = torch.from_numpy(np.stack([_displayed(text) for text in texts.values()])).to(device)
+    all_shown = _all_gather(shown, ranks, group, limit).cpu().numpy()
+    return " | ".join(_differences(list(texts), all_hashes.numpy(), all_shown))
 
 
 def _differences(names: Sequence[str], hashes: np.ndarray, texts: np.ndarray) -> list[str]:
@@ -175,6 +200,8 @@ def _root_causes(names: Sequence[str]) -> Sequence[str]:
         names = [name for name in names if name != "program"]
     if "documents" in names and "kv_documents" in names:  # the same object except in cross-attention
         names = [name for name in names if name != "kv_documents"]
+    if "documents" in names:  # another batch
+        names = [name for name in names if name != "batch_digest"]
     return names
 
 
@@ -249,7 +276,7 @@ def _all_gather(tensor: Tensor, ranks: int, group: dist.ProcessGroup | None, lim
         work.wait(timedelta(seconds=limit)) if is_gloo else work.wait()
     except RuntimeError as error:
         raise PeerError(
-            f"rank {group_rank(group)}: comparing plans over the group: a rank died, or did not take part within "
-            f"{limit:g} s ({' '.join(str(error).split())[:160]})"
+            f"rank {group_rank(group)}: comparing plans over the group: a rank died, or did not take part: "
+            f"{failure_reason(error, limit)}"
         ) from error
     return torch.stack(gathered)

@@ -27,7 +27,7 @@ from mindspeed_cp.engine.attention import (
     checked_weights,
     forward_run,
 )
-from mindspeed_cp.engine.inputs import check_inputs, check_types, checked_key
+from mindspeed_cp.engine.inputs import check_inputs, check_options, check_types, checked_key
 from mindspeed_cp.engine.program_run import Run
 from mindspeed_cp.engine.rank_context import rank_context
 from mindspeed_cp.errors import ConfigError, PeerError
@@ -155,6 +155,7 @@ def _checked_calls(
         )
     for tensors in zip(q, k, v, strict=True):
         check_types(*tensors)
+    check_options(training)
     runner = backend_for_device(q[0].device.type, backend)
     contexts = [rank_context(plan, rank, runner, q[0].dtype, q[0].device) for rank in range(plan.ranks)]
     for rank, context in enumerate(contexts):

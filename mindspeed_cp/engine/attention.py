@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from mindspeed_cp.comm import DEFAULT_TIMEOUT, Transport
 from mindspeed_cp.engine.call_agreement import CallAgreement
-from mindspeed_cp.engine.inputs import check_inputs, check_types, checked_key
+from mindspeed_cp.engine.inputs import check_inputs, check_options, check_types, checked_key
 from mindspeed_cp.engine.latents import SlotReader
 from mindspeed_cp.engine.program_run import ProgramRun, Run, run_interleaved, run_to_end
 from mindspeed_cp.engine.rank_context import RankContext, bind_rank
@@ -62,7 +62,7 @@ def context_parallel_attention(
             [t, kv_heads, head_dim].
         v: [t, kv_heads, head_dim_v], rows as for k.
         plan: from :func:`mindspeed_cp.build_plan`, the same on every rank. Every call compares a digest of it, of the
-            type of q, of the dropout key and of `batch_digest` over the group;
+            release of this package, of the type of q, of the dropout key and of `batch_digest` over the group;
             :mod:`mindspeed_cp.engine.call_agreement` says when.
         group: context-parallel ranks; default: all processes.
         backend: attention backend, by name or as an object with options; default: chosen by the device of q.
@@ -93,6 +93,7 @@ def context_parallel_attention(
     check_types(q, k, v)
     if not isinstance(plan, Plan):
         raise ConfigError(f"plan is {plan!r}; valid: a Plan, from build_plan")
+    check_options(training, batch_digest)
     context, runner, transport, agreement = bind_rank(plan, group, backend, timeout, q.dtype, q.device)
     key = checked_key(plan, dropout_key) if training and plan.attention.dropout else None
     if agreement is not None:

@@ -1,7 +1,8 @@
 """Compares what the ranks of a group run, in every call of attention: always on, 8 bytes per rank and call.
 
-A digest of the plan, the type of the tensors, the dropout key and, where one is given, the digest of the batch is
-gathered before the first message of a call. How soon the result is read depends on the device::
+A digest of the release of this package, the plan, the type of the tensors, the dropout key and, where one is given,
+the digest of the batch is gathered before the first message of a call. How soon the result is read depends on the
+device::
 
     tensors on the CPU        the call waits for it: ranks that differ raise before a message travels
     device, group with gloo   a plan's first call waits; later calls go on, and read it in the backward or the next call
@@ -29,8 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_cp.comm import comm_library, group_rank, group_size, resolve_group
-from mindspeed_cp.engine.agreement import compare_plans, digest64, plan_digest
+from mindspeed_cp.comm import failure_reason, group_rank, group_size, has_library, resolve_group
+from mindspeed_cp.engine.agreement import RELEASE, compare_plans, digest64, plan_digest
 from mindspeed_cp.engine.recorder import timed_span
 from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.ops.attention.contract import DropoutKey
@@ -38,8 +39,10 @@ from mindspeed_cp.plan import Plan
 from mindspeed_cp.schema.messages import name_ranks
 
 COMPARISON = "comparison"  # activity of the wait for other ranks in traces
-#: Of the time-out: then the call goes on, since an error of its messages names the rank that is missing.
-WAIT_SHARE = 0.1
+#: Seconds that a call waits for the comparison, whatever its time-out: then it goes on, since an error of its messages
+#: names the rank that is missing. Ranks that differ come less far apart than this, also on a busy machine; a share of a
+#: short time-out would let one of them go on before the others have come, and be told less.
+WAIT_SECONDS = 30.0
 MAX_UNREAD = 64  # comparisons of a group; with more, the oldest is waited for
 
 
@@ -102,7 +105,7 @@ class CallAgreement:
         self._group = resolve_group(group)
         self._timeout, self._device = timeout, device
         self._rank, self._ranks = group_rank(group), group_size(group)
-        self._has_host_library = device.type == "cpu" or _has_library(self._group, "cpu")
+        self._has_host_library = device.type == "cpu" or has_library(self._group, "cpu")
         self._unread = _unread.setdefault(self._group, deque())
         self._is_agreed = False
 
@@ -119,7 +122,7 @@ class CallAgreement:
             return
         digests = [plan_digest(plan) for plan in plans]
         before = _announced.get(self._group)
-        compared = (*digests, words, "after", before.calls if before is not None else 0)
+        compared = (RELEASE, *digests, words, "after", before.calls if before is not None else 0)
         comparison = self._start(digest64(" ".join(map(str, compared))), plans[0])
         _announced[self._group] = _Announcement(frozenset(digests), comparison)
 
@@ -134,8 +137,8 @@ class CallAgreement:
         """Compare this call with those of the other ranks, and read earlier comparisons that have finished.
 
         Raises:
-            ConfigError: ranks run different plans, types, dropout keys or batches; names ranks and differences if this
-                call waits for the comparison, else the ranks.
+            ConfigError: ranks run different releases, plans, types, dropout keys or batches; names ranks and
+                differences if this call waits for the comparison, else the ranks.
         """
         self.read_finished()
         details = {
@@ -144,7 +147,7 @@ class CallAgreement:
             "batch_digest": str(batch_digest),
             "has_sink": str(has_sink),
         }
-        call = digest64(" ".join([str(plan_digest(plan)), *details.values()]))
+        call = digest64(" ".join([RELEASE, str(plan_digest(plan)), *details.values()]))
         announced = _announced.get(self._group)
         if announced is not None and plan_digest(plan) in announced.plans:
             announced.calls = digest64(f"{announced.calls} {call}")
@@ -159,15 +162,15 @@ class CallAgreement:
             self._unread.append(comparison)
 
     def _wait(self, comparison: _Comparison, plan: Plan, details: Mapping[str, str]) -> bool:
-        """Wait until all ranks take part, for a share of the time-out; return False after that: it is read later,
-        unless the messages of this call fail as well.
+        """Wait until all ranks take part, for WAIT_SECONDS; return False after that: it is read later, unless the
+        messages of this call fail as well.
 
         Raises:
             ConfigError: ranks differ.
         """
         try:
             with timed_span(COMPARISON):
-                comparison.wait(WAIT_SHARE * self._timeout)
+                comparison.wait(WAIT_SECONDS)
         except RuntimeError:
             self._unread.append(comparison)
             return False
@@ -175,7 +178,7 @@ class CallAgreement:
             return True
         error = self._late_error(comparison)
         with suppress(PeerError):  # ranks that came long before this one have gone on
-            compare_plans(plan, details, self._group, "cpu", WAIT_SHARE * self._timeout)
+            compare_plans(plan, details, self._group, "cpu", WAIT_SECONDS)
         raise error
 
     def read_finished(self) -> None:
@@ -191,8 +194,8 @@ class CallAgreement:
                 comparison.wait(self._timeout)
             except RuntimeError as error:
                 raise PeerError(
-                    f"rank {self._rank}: comparing plans over the group: a rank died, or did not take part within "
-                    f"{self._timeout:g} s ({' '.join(str(error).split())[:160]})"
+                    f"rank {self._rank}: comparing plans over the group: a rank died, or did not take part: "
+                    f"{failure_reason(error, self._timeout)}"
                 ) from error
             if not _all_equal(comparison.digests):
                 raise self._late_error(comparison)
@@ -209,8 +212,8 @@ class CallAgreement:
         return ConfigError(
             f"rank {self._rank}: ranks ran different plans in the same {where}: "
             f"{'; '.join(texts)}; this rank ran {comparison.call}; every rank "
-            "calls attention with the same plans, types, dropout keys and batches in the same order (is a rank's data "
-            "loader a batch ahead?)"
+            "calls attention with the same plans, types, dropout keys and batches in the same order, and runs the same "
+            "release of mindspeed-cp (is a rank's data loader a batch ahead?)"
         )
 
     def _start(self, digest: int, plan: Plan) -> _Comparison:
@@ -248,14 +251,6 @@ def _side_stream(device: torch.device) -> Any:
     if device not in _side_streams:
         _side_streams[device] = torch.get_device_module(device).Stream(device)
     return _side_streams[device]
-
-
-def _has_library(group: dist.ProcessGroup, device: str) -> bool:
-    try:
-        comm_library(group, device)
-    except RuntimeError:
-        return False
-    return True
 
 
 def _all_equal(digests: Tensor) -> bool:

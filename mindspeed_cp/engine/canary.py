@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_cp.comm import DEFAULT_TIMEOUT, GroupTransport, Transfer
+from mindspeed_cp.comm import DEFAULT_TIMEOUT, GroupTransport, Transfer, has_library, resolve_group
 from mindspeed_cp.engine.canary_tile import Forward, explain
 from mindspeed_cp.engine.sample_reference import SampleReference
 from mindspeed_cp.ops.attention.contract import DropoutKey
@@ -109,6 +109,11 @@ class AttentionCanary:
             out.register_hook(lambda gradient: self._take("dout", gradient))
             q.register_hook(lambda gradient: self._take("dq", gradient))
 
+    @property
+    def has_observed(self) -> bool:
+        """True between the first call of the layer and the comparison."""
+        return self._taken is not None
+
     def queries_of(self, rank: int) -> int:
         """Return the number of queries that the comparison takes from a rank; 0 before the first call."""
         return self._taken.sample.rows if self._taken is not None and self._taken.sample.rank == rank else 0
@@ -123,8 +128,8 @@ class AttentionCanary:
         """Compare with the reference, after the backward; a collective of the context-parallel ranks.
 
         Args:
-            group: context-parallel ranks; None without torch.distributed. Tensors travel over the default group, which
-                needs a library for the CPU.
+            group: context-parallel ranks; None without torch.distributed. Tensors travel over the default group if it
+                has a library for the CPU, else over this one.
 
         Returns:
             What is wrong, on the rank that holds the queries; None on all others, and if nothing is wrong.
@@ -136,7 +141,7 @@ class AttentionCanary:
         if taken is None:  # a batch without tokens
             return None
         ranks = list(range(taken.plan.ranks)) if group is None else dist.get_process_group_ranks(group)
-        shards = _gather(taken, ranks, self._timeout)
+        shards = _gather(taken, ranks, group, self._timeout)
         return None if shards is None else _compare(taken, shards, ranks, self.layer)
 
 
@@ -152,18 +157,25 @@ def check_all_ranks(canaries: Sequence[AttentionCanary]) -> str | None:
     return _compare(owner, shards, range(len(taken)), canaries[0].layer)
 
 
-def _gather(taken: _Taken, ranks: Sequence[int], timeout: float) -> dict[int, Tensor] | None:
+def _gather(
+    taken: _Taken, ranks: Sequence[int], group: dist.ProcessGroup | None, timeout: float
+) -> dict[int, Tensor] | None:
     """Return the sample's keys and values by context-parallel rank on the rank of the queries, None on the others.
 
     Args:
         taken: copies of this rank.
         ranks: global rank of each context-parallel rank.
+        group: context-parallel ranks.
         timeout: seconds to wait for a rank.
     """
-    plan, sample, own = taken.plan, taken.sample, taken.kv.cpu()
+    plan, sample, own = taken.plan, taken.sample, taken.kv
     if plan.ranks == 1:
-        return {0: own}
-    transport, label = GroupTransport(None, timeout, torch.device("cpu")), "keys and values for the canary of attention"
+        return {0: own.cpu()}
+    if has_library(resolve_group(None), "cpu"):
+        own, group = own.cpu(), None
+    else:
+        own, ranks = own.contiguous(), range(plan.ranks)
+    transport, label = GroupTransport(group, timeout, own.device), "keys and values for the canary of attention"
     if taken.rank != sample.rank:
         transfers = [Transfer(own, ranks[sample.rank], True, 0, label)] if len(own) else []
     else:

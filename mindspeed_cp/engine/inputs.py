@@ -9,6 +9,7 @@ from mindspeed_cp.engine.rank_context import RankContext
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention.contract import DropoutKey, checked_dropout_key
 from mindspeed_cp.plan import Plan
+from mindspeed_cp.schema.numbers import is_int
 
 
 def checked_key(plan: Plan, key: DropoutKey | None) -> DropoutKey:
@@ -29,6 +30,17 @@ def check_types(q: object, k: object, v: object) -> None:
         if x.layout != torch.strided or x.is_nested or x.is_quantized:
             kind = "nested" if x.is_nested else "quantized" if x.is_quantized else f"of layout {x.layout}"
             raise ConfigError(f"{name} is {kind}; valid: a dense torch.Tensor, for example {name}.to_dense()")
+
+
+def check_options(training: object, batch_digest: object = None) -> None:
+    """Check the arguments of a call that are no tensors and have no check of their own."""
+    if not isinstance(training, bool):
+        raise ConfigError(f"training is {training!r}; valid: True, or False, which drops nothing")
+    if batch_digest is not None and not is_int(batch_digest):
+        raise ConfigError(
+            f"batch_digest is {batch_digest!r}; valid: an integer that each rank computes from its whole batch, such "
+            "as zlib.crc32 of the tokens, or None, which compares no batches"
+        )
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, context: RankContext) -> None:

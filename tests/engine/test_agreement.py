@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -86,6 +87,19 @@ def test_the_same_plans_agree_however_they_were_made(workers: GlooPool) -> None:
     check_agreement(Case((9,), 1).plan(), torch.float32)
 
 
+def other_release(rank: int, group: Any) -> str:
+    """The other release also describes plans by another number of names."""
+    plan = CASE.plan()
+    with patch.object(agreement, "RELEASE", "9.9" if rank == 1 else "1.0"), pytest.raises(ConfigError) as caught:
+        agreement.compare_plans(plan, {"more": "1"} if rank == 1 else {}, group, "cpu", HANG)
+    return str(caught.value)
+
+
+def test_another_release_is_told_before_its_plan(workers: GlooPool) -> None:
+    for text in workers.run(3, other_release):
+        assert "run different releases of mindspeed-cp: release: rank 1 has 9.9; ranks 0, 2 have 1.0; install" in text
+
+
 def other_programs(rank: int, group: Any) -> str:
     """The same options and layout; another order of messages, as by another version of the code."""
     plan = build_plan(Documents([64, 3]), Topology(1, 3), AttentionConfig(2, head_dim=8), "direct")
@@ -148,7 +162,7 @@ def test_a_rank_that_does_not_call_is_given_up() -> None:
     finally:
         workers.close()
     for text in results[:2]:
-        assert "a rank died, or did not take part within 1 s" in text
+        assert "a rank died, or did not take part: no answer within 1 s" in text
 
 
 def outside(rank: int, everybody: Any) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from mindspeed_cp import ConfigError, PeerError, context_parallel_attention
-from mindspeed_cp.engine import call_agreement
+from mindspeed_cp.engine import agreement, call_agreement
 from mindspeed_cp.engine.call_agreement import CallAgreement
 from tests.engine.cases import Case, local
 from tests.workers import GlooPool
@@ -67,6 +68,38 @@ def test_ranks_that_disagree_are_told_before_a_message_travels(workers: GlooPool
     assert max(error for _, error in results) < 1e-5
 
 
+def late_with_a_short_timeout(rank: int, group: Any) -> str:
+    """Rank 1 comes half the time-out after the others."""
+    plan, leaves, _ = local(rank, replace(CASE, lengths=(7, 30, 120)) if rank == 1 else CASE)
+    torch.distributed.barrier(group=group)
+    time.sleep(0.5 * (rank == 1))
+    with pytest.raises(ConfigError) as caught:
+        context_parallel_attention(*leaves, plan, group, timeout=1.0)
+    return str(caught.value)
+
+
+def test_a_short_timeout_does_not_shorten_the_comparison(workers: GlooPool) -> None:
+    for text in workers.run(3, late_with_a_short_timeout):
+        assert "documents: rank 1 has Documents([7, 30, 120]" in text
+
+
+def other_release(rank: int, group: Any, announces: bool) -> str:
+    plan, leaves, _ = local(rank, CASE)
+    release = "9.9" if rank == 1 else "1.0"
+    with patch.object(agreement, "RELEASE", release), patch.object(call_agreement, "RELEASE", release):
+        if announces:
+            CallAgreement(group, 600.0, torch.device("cpu")).announce([plan])
+        with pytest.raises(ConfigError) as caught:
+            context_parallel_attention(*leaves, plan, group)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("announces", [False, True])
+def test_a_rank_with_another_release_is_told_though_the_plans_agree(workers: GlooPool, announces: bool) -> None:
+    for text in workers.run(3, other_release, announces):
+        assert "different releases of mindspeed-cp: release: rank 1 has 9.9; ranks 0, 2 have 1.0; install" in text
+
+
 def training_differs(rank: int, group: Any) -> str:
     plan, leaves, _ = local(rank, DROPOUT)
     with pytest.raises(ConfigError) as caught:
@@ -98,15 +131,15 @@ def test_plans_that_were_compared_before_are_compared_again(workers: GlooPool) -
 def read_late(rank: int, group: Any, reads: str) -> str:
     """On a device with gloo beside: a plan's second call does not wait; the next call or a backward reads it."""
     plan, other = CASE.plan(), replace(CASE, lengths=(7, 30, 120)).plan()
-    agreement = CallAgreement(group, 600.0, torch.device("cuda"))
-    agreement.check(plan, torch.float32)
-    agreement.check(other if rank == 1 else plan, torch.float32)
+    comparison = CallAgreement(group, 600.0, torch.device("cuda"))
+    comparison.check(plan, torch.float32)
+    comparison.check(other if rank == 1 else plan, torch.float32)
     torch.distributed.barrier(group=group)
     unread = call_agreement._unread[group]
     while unread and not unread[0].is_finished():
         pass
     with pytest.raises(ConfigError) as caught:
-        agreement.read_finished() if reads == "backward" else agreement.check(plan, torch.float32)
+        comparison.read_finished() if reads == "backward" else comparison.check(plan, torch.float32)
     assert not unread
     return str(caught.value)
 
@@ -122,7 +155,7 @@ def test_a_comparison_that_is_read_late_names_the_ranks_and_the_plan_of_each(wor
 def announced_otherwise(rank: int, group: Any) -> list[str]:
     """What ranks are told after announcements: of other plans, of another dropout key, of a plan not announced."""
     first, second = (local(rank, replace(DROPOUT, lengths=lengths)) for lengths in (CASE.lengths, (7, 30, 120)))
-    agreement = CallAgreement(group, 600.0, torch.device("cpu"))
+    comparison = CallAgreement(group, 600.0, torch.device("cpu"))
     texts = []
 
     def refused(case: Any, key: tuple[int, int]) -> None:
@@ -131,13 +164,13 @@ def announced_otherwise(rank: int, group: Any) -> list[str]:
             context_parallel_attention(*leaves, plan, group, dropout_key=key)
         texts.append(str(caught.value))
 
-    agreement.announce([(second if rank == 1 else first)[0]])
+    comparison.announce([(second if rank == 1 else first)[0]])
     refused(second if rank == 1 else first, (1, 2))  # before a message travels
-    agreement.announce([first[0]])
+    comparison.announce([first[0]])
     plan, leaves, _ = first
     context_parallel_attention(*leaves, plan, group, dropout_key=(1, 2))
-    agreement.check(plan, torch.float32, (1, rank))  # is told in the next micro-batch
-    agreement.announce([first[0]])
+    comparison.check(plan, torch.float32, (1, rank))  # is told in the next micro-batch
+    comparison.announce([first[0]])
     refused(first, (1, 3))
     refused(second if rank == 1 else (local(rank, FULL)), (1, 2))  # not announced
     return texts
@@ -155,13 +188,13 @@ def test_announced_plans_are_compared_before_the_first_call_and_the_calls_with_t
 def waits_of_announced_calls(rank: int, group: Any) -> list[bool]:
     """Whether calls wait for ranks that come later: all but the first after an announcement do not."""
     plan = CASE.plan()
-    agreement = CallAgreement(group, 600.0, torch.device("cpu"))
+    comparison = CallAgreement(group, 600.0, torch.device("cpu"))
     waits = []
     for number in range(3):
         if number == 0:
-            agreement.announce([plan])
+            comparison.announce([plan])
         with patch.object(call_agreement, "timed_span", wraps=call_agreement.timed_span) as spans:
-            agreement.check(plan, torch.float32)
+            comparison.check(plan, torch.float32)
         waits.append(spans.called)
     return waits
 
@@ -173,22 +206,22 @@ def test_only_the_first_call_after_an_announcement_waits(workers: GlooPool) -> N
 def unread_comparisons(rank: int, group: Any) -> tuple[int, int]:
     """Comparisons of ranks that are far apart wait in a queue that does not grow without end."""
     plan = CASE.plan()
-    agreement = CallAgreement(group, 600.0, torch.device("cuda"))
-    agreement.check(plan, torch.float32)
+    comparison = CallAgreement(group, 600.0, torch.device("cuda"))
+    comparison.check(plan, torch.float32)
     if rank == 2:
         for earlier in range(2):
             torch.distributed.recv(torch.zeros(1), earlier, group)
     for _ in range(10):
-        agreement.check(plan, torch.float32)
+        comparison.check(plan, torch.float32)
     unread = len(call_agreement._unread[group])
     if rank != 2:
         torch.distributed.send(torch.zeros(1), 2, group)
     torch.distributed.barrier(group=group)
     for _ in range(call_agreement.MAX_UNREAD + 5):
-        agreement.check(plan, torch.float32)
+        comparison.check(plan, torch.float32)
     bounded = len(call_agreement._unread[group])
     while call_agreement._unread[group]:
-        agreement.read_finished()
+        comparison.read_finished()
     return unread, bounded
 
 
@@ -201,11 +234,11 @@ def test_ranks_far_apart_go_on_and_the_queue_is_bounded(workers: GlooPool) -> No
 def lost_peer(rank: int, group: Any) -> str | None:
     if rank == 1:
         return None
-    agreement = CallAgreement(group, 1.0, torch.device("cpu"))
-    agreement.check(CASE.plan(), torch.float32)
-    call_agreement.MAX_UNREAD = 0
+    comparison = CallAgreement(group, 1.0, torch.device("cpu"))
+    call_agreement.MAX_UNREAD, call_agreement.WAIT_SECONDS = 0, 0.1
+    comparison.check(CASE.plan(), torch.float32)
     with pytest.raises(PeerError) as caught:
-        agreement.read_finished()
+        comparison.read_finished()
     return str(caught.value)
 
 
@@ -215,7 +248,7 @@ def test_a_comparison_that_never_ends_is_given_up() -> None:
         text, _ = workers.run(2, lost_peer)
     finally:
         workers.close()
-    assert "rank 0: comparing plans over the group: a rank died, or did not take part within 1 s" in text
+    assert "rank 0: comparing plans over the group: a rank died, or did not take part: no answer within 1 s" in text
 
 
 def test_a_comparison_keeps_no_plan_alive(workers: GlooPool) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from mindspeed_cp import ConfigError, Documents, PeerError, PlanError, context_parallel_attention
 from mindspeed_cp.algorithms import ALGORITHMS
 from mindspeed_cp.comm import checked_timeout
-from mindspeed_cp.engine import prepare
+from mindspeed_cp.engine import call_agreement, prepare
 from mindspeed_cp.engine.rank_context import rank_context
 from mindspeed_cp.layout import contiguous
 from mindspeed_cp.ops.attention import get_backend
@@ -42,6 +42,7 @@ def attend_alone(rank, group, case):
         )
         return None
     plan, leaves, _ = local(rank, case)
+    call_agreement.WAIT_SECONDS = 0.1
     try:
         context_parallel_attention(*leaves, plan, group, timeout=1.5)
     except PeerError as error:
@@ -96,6 +97,11 @@ def test_a_plan_for_another_group_is_refused(workers):
         (dict(timeout=True), "timeout is True seconds; valid: more than 0"),
         (dict(timeout=float("nan")), "timeout is nan seconds; valid"),
         (dict(timeout=float("inf")), r"timeout is inf seconds; valid: more than 0, at most 1e\+09"),
+        (dict(training="x"), "training is 'x'; valid: True, or False"),
+        (dict(training=None), "training is None; valid: True, or False"),
+        (dict(batch_digest="x"), "batch_digest is 'x'; valid: an integer"),
+        (dict(batch_digest=float("nan")), "batch_digest is nan; valid: an integer"),
+        (dict(batch_digest=True), "batch_digest is True; valid: an integer"),
         (dict(group="x"), "group is 'x'; valid: a torch.distributed.ProcessGroup, or None for all processes"),
         (dict(group=0), "group is 0; valid: a torch.distributed.ProcessGroup"),
         (dict(plan=Case((9, 4), 1, mask="full", kv_lengths=(2, 5)).plan()), r"k has shape \[13, 4, 16\]; the plan gives this rank \[7, 4, 16\]"),

@@ -1,16 +1,28 @@
-"""Ranks of a micro-batch with other plans are told before any message travels."""
+"""Ranks of a micro-batch with other plans or another batch are told before any message travels."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from mindspeed_cp import ConfigError, Documents, Topology, build_plan
-from mindspeed_cp.megatron import PlannedAttention, megatron_imports, planned_params
+from mindspeed_cp.megatron import (
+    PlannedAttention,
+    megatron_imports,
+    planned_batch,
+    planned_batch_from,
+    planned_params,
+    pretrain,
+    trajectory_batch,
+)
+from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 from tests.megatron.gpt import Suite, megatron, transformer_config
 from tests.megatron.ranks import MegatronRanks
+from tests.megatron.script_arguments import rows, stand_in
 
 with megatron_imports():
     from megatron.core.transformer.enums import AttnMaskType
@@ -74,3 +86,56 @@ def test_batches_without_a_plan_are_compared_at_every_call(ranks: MegatronRanks)
         assert (
             other is not None and "documents: rank 0 has Documents([8], tokens=8); rank 1 has Documents([12]" in other
         )
+
+
+def params_of(entry: str, rank: int, module: PlannedAttention, path: str, changed: str | None) -> PlannedBatchParams:
+    """The parameters that an entry gives a rank whose micro-batch has another number in the tensor that is named."""
+    whole = rows()
+    if changed is not None:
+        whole[changed][1, 3] += 1
+    if entry == "get_batch":
+        modules, start = stand_in(path)
+        with pytest.MonkeyPatch.context() as patch:
+            for name, stands_in in modules.items():
+                patch.setitem(sys.modules, name, stands_in)
+            start(context_parallel_size=2)
+            return pretrain.get_batch(iter([whole]), module.config)[1]
+    if entry == "planned_batch_from":
+        return planned_batch_from(whole, module.config, module.suite, rank)[1]
+    plan = build_plan(Documents([5, 11, 8, 24]), Topology(1, 2), module.attention)
+    return planned_batch({name: x.reshape(-1) for name, x in whole.items() if name != "position_ids"}, plan, rank)[1]
+
+
+def with_other_batch(rank: int, group: None, entry: str, path: str, changed: str | None, announces: bool) -> str | None:
+    with megatron(cp=2):
+        module = module_on(2)
+        params = params_of(entry, rank, module, path, changed if rank == 1 else None)
+        q, k, v = (torch.randn(params.rows, heads, 8) for heads in HEADS)
+        if announces:
+            module.announce(params, q)
+        return told(lambda: module(q, k, v, None, packed_seq_params=params))
+
+
+@pytest.mark.parametrize("changed", [None, "tokens", "labels", "loss_mask"])
+@pytest.mark.parametrize("entry", ["get_batch", "planned_batch_from", "planned_batch"])
+def test_a_rank_with_other_tokens_labels_or_loss_masks_is_told(
+    ranks: MegatronRanks, plan_file: str, entry: str, changed: str | None
+) -> None:
+    """Documents and plans are the same on both ranks."""
+    for text in ranks.run(2, with_other_batch, entry, plan_file, changed, entry == "get_batch"):
+        assert text is None if changed is None else "the same plan: batch_digest: rank 0 has" in str(text)
+
+
+def with_other_weights(rank: int, group: None) -> str | None:
+    packed = Documents.from_trajectories([np.arange(9), np.array([0, 1, 2, 7, 7])])
+    with megatron(cp=2):
+        module = module_on(2)
+        plan = build_plan(packed.documents, Topology(1, 2), module.attention)
+        _, params = trajectory_batch(packed, plan, rank, [1.0, 1.0 + rank])
+        q, k, v = (torch.randn(params.rows, heads, 8) for heads in HEADS)
+        return told(lambda: module(q, k, v, None, packed_seq_params=params))
+
+
+def test_a_rank_with_other_weights_of_trajectories_is_told(ranks: MegatronRanks) -> None:
+    for text in ranks.run(2, with_other_weights):
+        assert "the same plan: batch_digest: rank 0 has" in str(text)

@@ -50,7 +50,7 @@ def make_or_sleep(self, row):
         while not is_lost.exists():
             time.sleep(0.05)
         os.environ["HOST_HCCL_TIMEOUT"] = "3"
-        call_agreement.WAIT_SHARE = 3 / HANG  # nor does the comparison of plans wait longer
+        call_agreement.WAIT_SECONDS = 3  # nor does the comparison of plans wait longer
     return make(self, row)
 def counted_take(self):
     global taken

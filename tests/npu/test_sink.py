@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from mindspeed_cp import context_parallel_attention
 from mindspeed_cp.ops.attention.npu.backend import NpuAttention
-from tests.engine.cases import whole
+from mindspeed_cp.ops.attention.reference import dense_packed_attention
+from tests.engine.cases import Case, whole
 from tests.engine.test_sink import PROBLEMS, RESULTS, largest_errors, sink_of
 from tests.npu.ranks import run
 from tests.npu.test_table import ROUGH, tensors
@@ -47,3 +48,29 @@ def test_sinks_agree_with_fp64(statistics: str, dtype: torch.dtype, limit: float
         dsinks = [rank_results.pop() for rank_results in results]
         errors = largest_errors(case, dict(zip(RESULTS, [*whole(case, results), dsinks[0]], strict=True)))
         assert max(errors.values()) < limit, (case, errors)
+
+
+FAR = torch.tensor([100.0, 4.0, 400.0, 60.0])
+
+
+def attend_below(rank: int, size: int, case: Case, statistics: str) -> list[np.ndarray]:
+    """out, dq, dk, dv and dsink of one rank whose sinks are as high as FAR."""
+    q, k, v, dout = case.inputs()
+    leaves = [x.to("npu").requires_grad_() for x in (q, k, v, FAR)]
+    backend = NpuAttention(statistics=statistics)
+    out = context_parallel_attention(*leaves[:3], case.plan(), backend=backend, sink=leaves[3])
+    gradients = torch.autograd.grad(out, leaves, dout.to("npu"))
+    return [x.detach().cpu().numpy() for x in (out, *gradients)]
+
+
+@pytest.mark.parametrize("statistics", ["max_sum", "lse"])
+def test_sinks_far_above_all_scores_agree_with_fp64(statistics: str) -> None:
+    """exp(sink - largest score) is beyond fp32 in two heads."""
+    case = Case((129, 3, 50), 1)
+    q, k, v, dout = case.inputs()
+    leaves = [x.double().requires_grad_() for x in (q, k, v, FAR)]
+    out, _ = dense_packed_attention(case.attention, *leaves[:3], case.documents, sink=leaves[3])
+    exact = [out, *torch.autograd.grad(out, leaves, dout.double())]
+    [computed] = run(1, attend_below, case, statistics, environment=ROUGH).values()
+    for name, own, wanted in zip(RESULTS, computed, exact, strict=True):
+        assert torch.allclose(torch.from_numpy(own).double(), wanted, rtol=1e-4, atol=1e-5), name

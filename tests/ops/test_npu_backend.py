@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from benchmarks.isolated_rank import IsolatedRank, attend_virtually
 from mindspeed_cp import AttentionConfig, ConfigError, Documents
 from mindspeed_cp.config import SuiteSettings, capabilities
+from mindspeed_cp.engine import attend_in_process
 from mindspeed_cp.ops.attention import (
     BACKENDS,
     attention,
@@ -394,3 +395,20 @@ except ops.backends.ConfigError as error:
         said.startswith("backend is 'npu': torch_npu is not installed; pip install torch-npu==")
         and "or backend" in said
     )
+
+
+@pytest.mark.parametrize("statistics", ["max_sum", "lse"])
+@pytest.mark.parametrize("case", [Case((129, 3, 50), 3), Case((129, 3, 50), 3, alibi=True)], ids=["plain", "ALiBi"])
+def test_a_sink_far_above_all_scores_has_exact_gradients(case: Case, statistics: str) -> None:
+    """exp(sink - largest score) is beyond fp32 in two heads; their gradients are 0 but for that of the values."""
+    sink = torch.tensor([100.0, 4.0, 400.0, 60.0])
+    q, k, v, dout = case.inputs()
+    backend = NpuAttention(statistics=statistics, operator=OracleOperator())
+    made = attend_in_process(case.plan(), q, k, v, dout, backend=backend, sink=sink)
+    leaves = [x.double().requires_grad_() for x in (q, k, v, sink)]
+    out, _ = dense_packed_attention(case.attention, *leaves[:3], case.documents, sink=leaves[3])
+    exact = torch.autograd.grad(out, leaves, dout.double())
+    for name, got, wanted in zip(
+        ("dq", "dk", "dv", "dsink"), (made.dq, made.dk, made.dv, made.dsink), exact, strict=True
+    ):
+        assert got is not None and torch.allclose(got.double(), wanted, rtol=1e-4, atol=1e-5), name

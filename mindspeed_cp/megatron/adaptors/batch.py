@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -199,7 +200,7 @@ def planned_batch(
         )
     total = params.linear.documents.tokens
     positions = batch.get("position_ids")
-    sliced = {}
+    sliced, wholes = {}, {}
     for name, value in batch.items():
         if value is None or name == "position_ids":
             continue
@@ -210,14 +211,33 @@ def planned_batch(
                 f"{name} has shape {list(whole.shape)}, but the plan has {total} tokens; valid: {shapes[0]} or "
                 f"{shapes[1]}"
             )
-        sliced[name] = rows_of_rank(whole.reshape(-1), params)
+        wholes[name] = whole.reshape(-1)
+        sliced[name] = rows_of_rank(wholes[name], params)
     device = next(iter(sliced.values())).device if sliced else torch.device("cpu")
-    sliced["position_ids"] = (
-        positions_of_rank(params, device)
-        if positions is None
-        else mrope_of_rank(mrope_rows(positions, total), params).to(device)
-    )
+    if positions is None:
+        sliced["position_ids"] = positions_of_rank(params, device)
+    else:
+        wholes["position_ids"] = mrope_rows(positions, total)
+        sliced["position_ids"] = mrope_of_rank(wholes["position_ids"], params).to(device)
+    params.batch_digest = digest_of_batch(wholes)
     return sliced, params
+
+
+def digest_of_batch(wholes: Mapping[str, Tensor]) -> int | None:
+    """Return a number of a whole micro-batch, by which ranks with other tokens, labels or loss masks are found.
+
+    Args:
+        wholes: its tensors by name.
+
+    Returns:
+        Their crc32; None if one is on a device, for which the host would have to wait: only plans are compared then.
+    """
+    digest = 0
+    for name in sorted(wholes):
+        if wholes[name].device.type != "cpu":
+            return None
+        digest = zlib.crc32(wholes[name].detach().contiguous().view(-1).view(torch.uint8).numpy().data, digest)
+    return digest
 
 
 def rows_of_rank(whole: Tensor, params: PlannedBatchParams) -> Tensor:

@@ -197,7 +197,7 @@ class PlannedAttention(MegatronModule):
 
         Raises:
             ConfigError: the batch does not fit the plan, the plan does not fit the model, an argument is not supported,
-                or ranks have different plans.
+                or ranks have different plans or batches.
         """
         self._refuse(attention_mask, attn_mask_type, attention_bias)
         rows, batch_size = (len(query), None) if query.dim() == 3 else query.shape[:2]
@@ -219,6 +219,7 @@ class PlannedAttention(MegatronModule):
             timeout=self.suite.timeout_seconds,
             dropout_key=dropout_key,
             training=self.training,
+            batch_digest=params.batch_digest,
             sink=sink,
             kv_up=kv_up,
         )
@@ -228,15 +229,18 @@ class PlannedAttention(MegatronModule):
 
     def announce(self, params: PlannedBatchParams, weight: Tensor) -> None:
         """Start to compare the plans of a micro-batch with those of other ranks, before its first attention; also the
-        type of the weights, the dropout seed, and whether the model is trained."""
+        batch itself, the type of the weights, the dropout seed, and whether the model is trained."""
         if self.group_of(params).size() > 1:
-            words = f"{weight.dtype} {params.dropout_seed} {self.training}"
+            words = f"{weight.dtype} {params.dropout_seed} {self.training} {params.batch_digest}"
             self._agreement(params, weight.device).announce(params.plans, words)
 
     def check_before_move(self, params: PlannedBatchParams, hidden: Tensor) -> None:
-        """Raise ConfigError if ranks have different plans, before hidden states move: what travels depends on it."""
+        """Raise ConfigError if ranks have different plans or batches, before hidden states move: what travels depends
+        on it."""
         if self.group_of(params).size() > 1:
-            self._agreement(params, hidden.device).check(params.plans[0], hidden.dtype)
+            self._agreement(params, hidden.device).check(
+                params.plans[0], hidden.dtype, batch_digest=params.batch_digest
+            )
 
     def params_without_plan(self, rows: int, batch_size: int) -> PlannedBatchParams:
         """Return the parameters of a micro-batch that has none: whole sequences, cut as Megatron cuts them.

@@ -29,7 +29,8 @@ def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, di
     divide each rank's sum by that rank's own count.
 
     Args:
-        loss_mask: this rank's mask, [1, t] or [b, s]: 0 or 1 (a weight counts as one token).
+        loss_mask: this rank's mask, [1, t] or [b, s]: 0 or 1 (a weight counts as one token). As in Megatron's own
+            loss_func, losses are multiplied by it, so that a NaN in a masked row makes the loss NaN.
         losses: the model's output for labels, of as many elements.
 
     Returns:

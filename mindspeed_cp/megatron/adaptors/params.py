@@ -58,6 +58,8 @@ class PlannedBatchParams(PackedSeqParams):
         mrope_positions: positions of time, height and width of this rank's rows of attention, int64 [3, rows]; None:
             each row has one position, that in its document.
         tables: rotary cos and sin that layers share, by the module that made them; dropped with either.
+        batch_digest: number of the whole micro-batch, which every call of attention compares over the ranks of the
+            plan; None: only the plans are compared.
         canary: compares one layer's attention with the reference; None: not in this micro-batch.
         token_indices: result of linear_tokens, by device.
         agreement: comparison of the plans with those of other ranks; None before the first.
@@ -72,6 +74,7 @@ class PlannedBatchParams(PackedSeqParams):
     dropout_seed: int | None = None
     mrope_positions: Tensor | None = field(default=None, repr=False, compare=False)
     pool_groups: PoolGroups | None = field(default=None, repr=False, compare=False)
+    batch_digest: int | None = None
     canary: AttentionCanary | None = field(default=None, repr=False, compare=False)
     token_indices: dict[torch.device, Tensor] = field(default_factory=dict, repr=False, compare=False)
     tables: WeakKeyDictionary[Any, dict[Any, Any]] = field(default_factory=WeakKeyDictionary, repr=False, compare=False)

@@ -11,6 +11,7 @@ Megatron's model computes the loss of labels only, so it is called without them 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -77,6 +78,8 @@ def trajectory_batch(
         )
     targets = packed.targets
     whole = targets.weights(weights)
+    if params.batch_digest is not None:
+        params.batch_digest = zlib.crc32(np.ascontiguousarray(whole).data, params.batch_digest)
     numbers, rows = targets.of_rows(params.linear.tokens(rank))
     first = targets.is_first[numbers]
     ordered = np.concatenate([numbers[first], numbers[~first]])

@@ -14,7 +14,13 @@ from torch import Tensor
 from mindspeed_cp import ConfigError, Topology
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.megatron.adaptors.attentions import layer_attentions
-from mindspeed_cp.megatron.adaptors.batch import mrope_of_rank, planned_params, positions_of_rank, rows_of_rank
+from mindspeed_cp.megatron.adaptors.batch import (
+    digest_of_batch,
+    mrope_of_rank,
+    planned_params,
+    positions_of_rank,
+    rows_of_rank,
+)
 from mindspeed_cp.megatron.adaptors.batch_documents import CU_SEQLENS_KEYS, documents_of_batch, token_shape
 from mindspeed_cp.megatron.adaptors.model_sizes import with_model_sizes
 from mindspeed_cp.megatron.adaptors.multimodal_positions import mrope_rows
@@ -42,6 +48,7 @@ def planned_batch_from(
     pass_through: Sequence[str] = (),
     pool: Topology | None = None,
     sharing: StageSharing | None = None,
+    batch_digest: int | None = None,
 ) -> tuple[dict[str, Any], PlannedBatchParams]:
     """Plan a whole batch by the documents that it tells, and return this rank's rows and ``packed_seq_params``.
 
@@ -75,6 +82,8 @@ def planned_batch_from(
             planned over these ranks, and `rank` is the one among them; None: over the context-parallel ranks.
         sharing: one rank of each machine plans for the others: result of :func:`open_plan_sharing`; None: this rank
             plans alone.
+        batch_digest: number of the whole batch, the same on all its ranks, which every call of attention compares;
+            default: that of its tensors over tokens, if they are on the host (:func:`digest_of_batch`).
 
     Returns:
         The same keys without those that describe documents: tensors over tokens [1, t, ...], packed into one row; and
@@ -101,19 +110,22 @@ def planned_batch_from(
         pooled=pool is not None,
     )
     rows: dict[str, Any] = {}
+    wholes: dict[str, Tensor] = {}
     device = torch.device("cpu")
     for name, value in batch.items():
         if name in pass_through or value is None:
             rows[name] = value
         elif name not in (*DESCRIPTIONS, "position_ids"):
-            rows[name] = rows_of_rank(_over_tokens(name, value, shape), params)
+            wholes[name] = _over_tokens(name, value, shape)
+            rows[name] = rows_of_rank(wholes[name], params)
             device = rows[name].device
     positions = batch.get("position_ids")
-    rows["position_ids"] = (
-        mrope_of_rank(mrope_rows(positions, documents.tokens), params).to(device)
-        if is_mrope
-        else positions_of_rank(params, device)
-    )
+    if is_mrope:
+        wholes["position_ids"] = mrope_rows(positions, documents.tokens)
+        rows["position_ids"] = mrope_of_rank(wholes["position_ids"], params).to(device)
+    else:
+        rows["position_ids"] = positions_of_rank(params, device)
+    params.batch_digest = digest_of_batch(wholes) if batch_digest is None else batch_digest
     return rows, params
 
 

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.errors import ConfigError, missing_package
 
 OLDEST = (0, 12)  # of MindSpeed's branches; older ones were not looked at
 RECOMMENDED = "0.16.1"
@@ -46,7 +46,7 @@ def megatron_imports() -> Iterator[None]:
             yield
         except ModuleNotFoundError as error:
             if error.name is None or error.name.split(".")[0] != "megatron":
-                raise
+                raise (ConfigError(missing_package(error) or "") if missing_package(error) else error) from None
             raise ImportError(
                 f"mindspeed_cp.megatron needs megatron-core ({error.name} is missing): pip install "
                 f"megatron-core=={RECOMMENDED}"

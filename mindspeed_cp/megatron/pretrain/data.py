@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from typing import Any
 
 import torch
@@ -13,9 +12,10 @@ from torch import Tensor
 
 from mindspeed_cp.config.derived import default_token_bound
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.megatron.adaptors.batch import micro_batch_seed
+from mindspeed_cp.megatron.adaptors.batch import digest_of_batch, micro_batch_seed
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 from mindspeed_cp.megatron.adaptors.whole_batch import planned_batch_from
+from mindspeed_cp.megatron.pretrain.attention_check import ATTENTION_CHECK
 from mindspeed_cp.megatron.pretrain.layers import transformer_config_of
 from mindspeed_cp.megatron.pretrain.options import settings_of
 from mindspeed_cp.megatron.pretrain.planner import sharing_of
@@ -28,6 +28,9 @@ TOKEN_TENSORS = {
     "loss_mask": torch.float32,
     "position_ids": torch.int64,
 }
+
+#: Of these, what ranks must have alike beside the plan; positions follow from it.
+DIGESTED = ("tokens", "labels", "loss_mask")
 
 #: Ends of documents, without and with padding, int32 [rows, ends].
 END_TENSORS = ("cu_seqlens", "cu_seqlens_padded")
@@ -64,9 +67,12 @@ def get_batch(
     Returns:
         tokens, labels, loss_mask and position_ids, each [1, t]; and the parameters for the model.
 
+    Attention compares tokens, labels and loss masks over context-parallel ranks, whose data loaders might differ.
+
     Raises:
         ConfigError: the batch cannot be planned, has a dense mask, or is missing on this pipeline stage.
         PeerError: a rank with which this one shares plans is gone, or does not answer.
+        CorruptionError: the attention of the micro-batch before was wrong (``--cp-plan-check-attention``).
     """
     from megatron.training import get_args
 
@@ -74,7 +80,7 @@ def get_batch(
     suite = settings_of(args)
     config = transformer_config_of(args) if config is None else config
     drops = training and bool(config.attention_dropout)
-    whole, digest = _shared_in_tensor_parallel_group(data_iterator, drops)
+    whole, digest = _shared_in_tensor_parallel_group(data_iterator)
     suite = suite.model_copy(update={**default_token_bound(suite, whole["tokens"].numel()), **suite.options})
     sharing = sharing_of(args, suite)
     pool, rank = None, None
@@ -85,21 +91,24 @@ def get_batch(
     seed = None
     if drops:
         seed = micro_batch_seed(args.seed, (int(args.curr_iteration) << 32) + digest)
-    rows, params = planned_batch_from(whole, config, suite, rank, dropout_seed=seed, pool=pool, sharing=sharing)
+    rows, params = planned_batch_from(
+        whole, config, suite, rank, dropout_seed=seed, pool=pool, sharing=sharing, batch_digest=digest
+    )
+    ATTENTION_CHECK.begin(args, config, params, training, suite.timeout_seconds)
     batch = {name: rows[name].cuda(non_blocking=True) for name in TOKEN_TENSORS}
     return batch, params
 
 
-def _shared_in_tensor_parallel_group(data_iterator: Any, digested: bool) -> tuple[dict[str, Tensor], int]:
-    """Return the whole micro-batch, and a number of its tokens if asked for, else 0.
+def _shared_in_tensor_parallel_group(data_iterator: Any) -> tuple[dict[str, Tensor], int]:
+    """Return the whole micro-batch, and a number of its tokens, labels and loss masks.
 
     The batch is on the host where this rank is alone in its group, else on the device. The number is computed where the
-    tokens are read, so that nobody waits for a device to have them.
+    batch is read, on the host, so that nobody waits for a device to have it; it travels with the batch's shape.
     """
     group = parallel_state.get_tensor_model_parallel_group()
     first = parallel_state.get_tensor_model_parallel_rank() == 0
     batch = _next(data_iterator) if first else {}
-    digest = zlib.crc32(batch["tokens"].cpu().numpy().tobytes()) if first and digested else 0
+    digest = digest_of_batch({name: batch[name].cpu() for name in DIGESTED}) or 0 if first else 0
     if group.size() == 1:
         return batch, digest
     device = torch.cuda.current_device()

@@ -13,6 +13,7 @@ from mindspeed_cp.config.sections import PLANNERS
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.arguments import check_arguments
 from mindspeed_cp.megatron.beside_mindspeed import check_beside_mindspeed
+from mindspeed_cp.megatron.pretrain.attention_check import check_attention_argument
 from mindspeed_cp.megatron.pretrain.planner import check_planner_argument
 from mindspeed_cp.megatron.pretrain.pool import check_pool_arguments
 from mindspeed_cp.schema.yaml_file import read_settings_file
@@ -56,6 +57,14 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         "same plans, the first one, which sends the others what they need of them; auto: node where plans are searched "
         "for (algorithm hierarchical) and a rank has fewer than 2 cores, without verify_plans",
     )
+    group.add_argument(
+        "--cp-plan-check-attention",
+        metavar="ITERATIONS",
+        type=int,
+        default=0,
+        help="every so many iterations, compute some queries of a layer again by the fp64 reference, and end the run "
+        "if attention differs from it; 0: never",
+    )
     return parser
 
 
@@ -72,6 +81,7 @@ def suite_of(args: Namespace) -> SuiteSettings:
     check_arguments(args, suite)
     check_pool_arguments(args, suite)
     check_planner_argument(args)
+    check_attention_argument(args)
     return suite
 
 

@@ -23,6 +23,7 @@ from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 from mindspeed_cp.megatron.adaptors.plan_sharing import micro_batch_plans
 from mindspeed_cp.megatron.adaptors.settings import rows_multiple
 from mindspeed_cp.megatron.adaptors.trajectories import trajectory_batch, trajectory_loss_function
+from mindspeed_cp.megatron.pretrain.attention_check import ATTENTION_CHECK
 from mindspeed_cp.megatron.pretrain.layers import transformer_config_of
 from mindspeed_cp.megatron.pretrain.losses import reported
 from mindspeed_cp.megatron.pretrain.options import settings_of
@@ -73,6 +74,7 @@ def get_trajectory_batch(
     batch, params = trajectory_batch(
         packed, plans, rank, weights, rows_multiple=rows_multiple(config), dropout_seed=seed
     )
+    ATTENTION_CHECK.begin(args, config, params, training, suite.timeout_seconds)
     return {name: value.cuda(non_blocking=True) for name, value in batch.items()}, params
 
 

@@ -37,6 +37,10 @@ from mindspeed_cp.plan import AttentionConfig
 #: a relative change of the weight that bf16 and fp16 cannot represent; fp32 needs 2**-19.
 MAX_BIAS_EXCESS = {torch.float32: 2.0**5, torch.bfloat16: 2.0**12, torch.float16: 2.0**12}
 
+#: Largest lse above the largest score of a row for which the gradient gets exp(lse - largest score): fp32 ends at 88.7.
+#: Only a sink is so much larger.
+MAX_LSE_EXCESS = 80.0
+
 
 @dataclass(frozen=True)
 class NpuAttention(FusedBackend):
@@ -51,7 +55,9 @@ class NpuAttention(FusedBackend):
             its input's type at every hop and therefore gets fp32 inputs; "triton":
             :func:`mindspeed_cp.ascend_kernels.merge_parts_`, one launch, by triton-ascend.
         statistics: what the gradient gets of the softmax: "max_sum": the largest score of a row over all keys and the
-            sum of the exponentials, as of one forward; "lse": lse and 1, the same weights with nothing more kept.
+            sum of the exponentials, as of one forward, but lse and 1 in rows whose sink is larger than all scores by
+            more than MAX_LSE_EXCESS, where the sum would overflow; "lse": lse and 1 in all rows, the same weights with
+            nothing more kept.
         key_gaps: rows of keys between those of a call: "copied": the call gets a copy without them; "skipped": they
             are sequences without queries, and nothing is copied.
         precision: "input": the operator gets rows in their own type, and rounds the result of each call to it; "fp32":
@@ -176,12 +182,12 @@ class NpuAttention(FusedBackend):
         order = statistics_order(call, arguments.heads, device)
         # softmax_max = lse and softmax_sum = 1 give the same weights exp(score - lse), also where no forward on this
         # rank has kept the largest scores.
-        row_max = lse if largest is None else largest
+        row_max = lse if largest is None else torch.where(lse - largest > MAX_LSE_EXCESS, lse, largest)
         shifted = row_max
         if on.bias_shift is not None and arguments.slopes is not None:
             shifted = row_max + on.bias_shift * arguments.slopes
         softmax_max = order.from_rows(shifted)
-        softmax_sum = ones(softmax_max.shape, device) if largest is None else order.from_rows((lse - largest).exp())
+        softmax_sum = ones(softmax_max.shape, device) if largest is None else order.from_rows((lse - row_max).exp())
         if call.layout == "BSND":
             shape = call.batch, arguments.heads, call.rows // call.batch, -1
             softmax_max, softmax_sum = softmax_max.view(shape), softmax_sum.view(shape)
