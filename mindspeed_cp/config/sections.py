@@ -5,7 +5,7 @@ Ideas that Megatron has too carry the key names of its TransformerConfig and of 
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -14,7 +14,6 @@ from mindspeed_cp.config.aliases import UNSUPPORTED_KEYS
 from mindspeed_cp.config.data import DataSettings
 from mindspeed_cp.config.model import ModelSettings
 from mindspeed_cp.config.suite import SuiteSettings
-from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.schema.base import (
     FractionBelowOne,
     NonNegativeFloat,
@@ -24,16 +23,6 @@ from mindspeed_cp.schema.base import (
     Section,
 )
 from mindspeed_cp.schema.messages import bad_value, unknown_key
-
-#: Which ranks make plans; see `train.planner`.
-Planner = Literal["auto", "replicated", "node"]
-PLANNERS: tuple[Planner, ...] = get_args(Planner)
-
-
-def check_planner(setting: str, planner: object) -> None:
-    """Raise ConfigError, with the name of the setting, if there is no such planner."""
-    if planner not in PLANNERS:
-        raise ConfigError(f"{setting} is {planner!r}; valid: {', '.join(PLANNERS)}")
 
 
 class TrainSettings(Section):

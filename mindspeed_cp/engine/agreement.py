@@ -154,16 +154,6 @@ def plan_digest(plan: Plan) -> int:
     return digest
 
 
-def adopt_fingerprints(plan: Plan, fingerprints: Mapping[str, str]) -> None:
-    """Give a slice of a plan the fingerprints of the whole plan, by which ranks compare it.
-
-    Args:
-        plan: the slice (:func:`mindspeed_cp.plan.rank_slice.slice_plan`).
-        fingerprints: result of :func:`plan_fingerprints` for the whole plan.
-    """
-    _cache[plan] = dict(fingerprints)
-
-
 def plan_fingerprints(plan: Plan) -> Mapping[str, str]:
     """Return the inputs of a plan by name, each as complete text or as its beginning and a digest of the rest."""
     fingerprints = _cache.get(plan)

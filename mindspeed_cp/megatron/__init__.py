@@ -11,8 +11,7 @@
     return losses, partial(loss_function, batch["loss_mask"])                    # what a forward_step returns
 
 A loader's batch that says by cu_seqlens, positions or end-of-document tokens where documents end goes through
-`planned_batch_from(batch, config, suite)` instead of build_plan and planned_batch, and with `sharing=open_plan_sharing(
-suite, "node")` one rank of each machine plans for the others; a model called with Megatron's plain
+`planned_batch_from(batch, config, suite)` instead of build_plan and planned_batch; a model called with Megatron's plain
 `PackedSeqParams` takes its plan from their cu_seqlens. Trajectories that share prefixes, packed as trees, go through
 `trajectory_batch` and `trajectory_loss_function`.
 
@@ -36,7 +35,6 @@ with megatron_imports():
     from mindspeed_cp.megatron.adaptors.loss import GlobalLoss, check_tokens_per_step, global_loss, loss_function
     from mindspeed_cp.megatron.adaptors.model import install_model
     from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
-    from mindspeed_cp.megatron.adaptors.plan_sharing import open_plan_sharing
     from mindspeed_cp.megatron.adaptors.rotary import LatentRotary, PlannedRotary
     from mindspeed_cp.megatron.adaptors.router import PlannedRouter
     from mindspeed_cp.megatron.adaptors.settings import check_model_config, rows_multiple
@@ -69,7 +67,6 @@ __all__ = [
     "megatron_on_cpu",
     "megatron_on_npu",
     "micro_batch_seed",
-    "open_plan_sharing",
     "planned_batch",
     "planned_batch_from",
     "planned_params",

@@ -293,8 +293,6 @@ def test_rows_say_what_a_setting_takes_the_place_of(capsys: pytest.CaptureFixtur
         ([str(HYBRID), "--set", "no_key=1"], "unknown key"),
         ([str(HYBRID), "--set", "context_parallel_size=4"], "change --context-parallel-size"),
         (["--", "--context-parallel-size", "x"], "must be an integer"),
-        (["--", "--context-parallel-size", "2", "--cp-plan-planner", "all"], "cp_plan_planner is 'all'; valid: auto, replicated, node"),
-        (["--", "--context-parallel-size", "2", "--cp-plan-planner", "all", "--cp-plan-planner", "node"], "cp_plan_planner is 'all'"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -148,7 +148,6 @@ CASES: list[tuple[list[str], str, Outcome | str | None]] = [
     (["--attention-backend", "local"], "--attention-backend", Outcome.REMOVED),
     (["--cp-plan", "suite.yaml"], "--cp-plan", Outcome.REFUSED),
     (["--cp-plan-pool"], "--cp-plan-pool", Outcome.REFUSED),
-    (["--cp-plan-planner", "node"], "--cp-plan-planner", Outcome.STAYS),
     (["--hybrid-context-parallel"], "--cp-plan-pool", None),
     (["--attn-logit-softcapping", "50.0"], "--attn-logit-softcapping", Outcome.REFUSED),
     (["--query-pre-attn-scalar", "144", "--kv-channels", "128"], "--query-pre-attn-scalar", Outcome.REFUSED),

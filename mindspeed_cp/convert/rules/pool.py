@@ -3,9 +3,6 @@ the one that says which ranks plan."""
 
 from __future__ import annotations
 
-from functools import partial
-
-from mindspeed_cp.config.sections import check_planner
 from mindspeed_cp.convert.rules.flag_rule import Added, Condition, FlagRule, Given, Outcome
 from mindspeed_cp.convert.rules.model import EXPERTS
 
@@ -84,13 +81,6 @@ POOL_RULES = (
         Outcome.REFUSED,
         "only the hierarchical algorithm places documents on groups of any ranks",
         becomes="--set algorithm=hierarchical with it, or leave the flag out",
-    ),
-    FlagRule(
-        "--cp-plan-planner",
-        1,
-        Outcome.STAYS,
-        "it says whether every rank plans, or one rank of a machine for the others",
-        check=partial(check_planner, "cp_plan_planner"),
     ),
 )
 

@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mindspeed_cp import ConfigError, Topology
+from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.megatron.adaptors.attentions import layer_attentions
 from mindspeed_cp.megatron.adaptors.batch import (
@@ -24,9 +24,10 @@ from mindspeed_cp.megatron.adaptors.batch import (
 from mindspeed_cp.megatron.adaptors.batch_documents import CU_SEQLENS_KEYS, documents_of_batch, token_shape
 from mindspeed_cp.megatron.adaptors.model_sizes import with_model_sizes
 from mindspeed_cp.megatron.adaptors.multimodal_positions import mrope_rows
+from mindspeed_cp.megatron.adaptors.packed import plan_cache
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
-from mindspeed_cp.megatron.adaptors.plan_sharing import StageSharing, micro_batch_plans
 from mindspeed_cp.megatron.adaptors.settings import rows_multiple
+from mindspeed_cp.plan import Plan
 
 #: Keys that describe the batch and are left out of the result, whose parameters say the same.
 DESCRIPTIONS = (*CU_SEQLENS_KEYS, "packed_seq_params", "max_seqlen", "max_seqlen_q", "max_seqlen_kv", "local_cp_size",
@@ -47,7 +48,6 @@ def planned_batch_from(
     dropout_seed: int | None = None,
     pass_through: Sequence[str] = (),
     pool: Topology | None = None,
-    sharing: StageSharing | None = None,
     batch_digest: int | None = None,
 ) -> tuple[dict[str, Any], PlannedBatchParams]:
     """Plan a whole batch by the documents that it tells, and return this rank's rows and ``packed_seq_params``.
@@ -80,8 +80,6 @@ def planned_batch_from(
         pass_through: keys that are returned as they are, such as those of images or provenance.
         pool: the context-parallel ranks of all data-parallel replicas, for a batch of the rows of all of them: it is
             planned over these ranks, and `rank` is the one among them; None: over the context-parallel ranks.
-        sharing: one rank of each machine plans for the others: result of :func:`open_plan_sharing`; None: this rank
-            plans alone.
         batch_digest: number of the whole batch, the same on all its ranks, which every call of attention compares;
             default: that of its tensors over tokens, if they are on the host (:func:`digest_of_batch`).
 
@@ -93,7 +91,6 @@ def planned_batch_from(
     Raises:
         ConfigError: sources differ or do not fit the batch, there is a dense attention_mask, a key is neither a tensor
             over tokens nor named in `pass_through`, or no plan can be built.
-        PeerError: a rank with which this one shares plans is gone, or does not answer.
     """
     shape, suite = token_shape(batch), with_model_sizes(suite, config)
     _refuse(batch, suite)
@@ -101,7 +98,7 @@ def planned_batch_from(
     attentions = list(dict.fromkeys(layer_attentions(config, alibi=alibi)))
     documents = documents_of_batch(batch, shape, eod)
     topology = suite.topology if pool is None else pool
-    plans = micro_batch_plans(documents, topology, attentions, suite, suite.options, sharing, pool is not None)
+    plans = micro_batch_plans(documents, topology, attentions, suite, suite.options)
     params = planned_params(
         plans,
         _rank(rank, suite),
@@ -127,6 +124,24 @@ def planned_batch_from(
         rows["position_ids"] = positions_of_rank(params, device)
     params.batch_digest = digest_of_batch(wholes) if batch_digest is None else batch_digest
     return rows, params
+
+
+def micro_batch_plans(
+    documents: Documents,
+    topology: Topology,
+    attentions: Sequence[AttentionConfig],
+    suite: SuiteSettings,
+    options: Mapping[str, Any],
+) -> list[Plan]:
+    """Return the plans of a micro-batch whose rows are cut by them, one for each attention.
+
+    Args:
+        documents, topology, options: arguments of build_plan; its algorithm is that of `suite`.
+        attentions: attention of layers, each once.
+        suite: the section context_parallel_suite.
+    """
+    cache = plan_cache(None, suite.verify_plans)
+    return [cache.get(documents, topology, attention, suite.algorithm, dict(options)) for attention in attentions]
 
 
 def _refuse(batch: Mapping[str, Any], suite: SuiteSettings) -> None:

@@ -27,7 +27,6 @@ from mindspeed_cp.megatron.pretrain.layers import PlannedLayers, mtp_block_spec
 from mindspeed_cp.megatron.pretrain.losses import loss_func
 from mindspeed_cp.megatron.pretrain.models import pre_wrap_hook, wrap_model_provider
 from mindspeed_cp.megatron.pretrain.options import add_arguments, settings_of, suite_of
-from mindspeed_cp.megatron.pretrain.planner import sharing_of
 from mindspeed_cp.megatron.pretrain.step import forward_step
 from mindspeed_cp.megatron.pretrain.trajectories import (
     get_trajectory_batch,
@@ -49,7 +48,6 @@ __all__ = [
     "mtp_block_spec",
     "pre_wrap_hook",
     "settings_of",
-    "sharing_of",
     "spec",
     "suite_of",
     "trajectory_forward_step",

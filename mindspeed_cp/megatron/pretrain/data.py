@@ -18,7 +18,6 @@ from mindspeed_cp.megatron.adaptors.whole_batch import planned_batch_from
 from mindspeed_cp.megatron.pretrain.attention_check import ATTENTION_CHECK
 from mindspeed_cp.megatron.pretrain.layers import transformer_config_of
 from mindspeed_cp.megatron.pretrain.options import settings_of
-from mindspeed_cp.megatron.pretrain.planner import sharing_of
 from mindspeed_cp.megatron.pretrain.pool import pool_of, pool_rank, pooled_batch
 
 #: Tensors over tokens of a batch of Megatron's data sets, and their types.
@@ -57,7 +56,7 @@ def get_batch(
     all their ranks. A rank holds at most 1.5 times its share of the tokens (`TOKENS_OVER_MEAN`), unless
     max_seqlen_per_dp_cp_rank says otherwise. Documents end where the batch's cu_seqlens say (``--sft``,
     ``--dataloader-inter-document-masking``) and where positions restart (``--reset-position-ids``); else each row is
-    one. With ``--cp-plan-planner`` one rank of each machine may plan for the others.
+    one.
 
     Args:
         data_iterator: Megatron's; None on tensor-parallel ranks other than the first.
@@ -71,7 +70,6 @@ def get_batch(
 
     Raises:
         ConfigError: the batch cannot be planned, has a dense mask, or is missing on this pipeline stage.
-        PeerError: a rank with which this one shares plans is gone, or does not answer.
         CorruptionError: the attention of the micro-batch before was wrong (``--cp-plan-check-attention``).
     """
     from megatron.training import get_args
@@ -82,18 +80,15 @@ def get_batch(
     drops = training and bool(config.attention_dropout)
     whole, digest = _shared_in_tensor_parallel_group(data_iterator)
     suite = suite.model_copy(update={**default_token_bound(suite, whole["tokens"].numel()), **suite.options})
-    sharing = sharing_of(args, suite)
     pool, rank = None, None
     if getattr(args, "cp_plan_pool", False):
-        of_replicas = pooled_batch(whole, digest, config, suite, sharing)
+        of_replicas = pooled_batch(whole, digest, config, suite)
         if of_replicas is not None:
             (whole, digest), pool, rank = of_replicas, pool_of(suite), pool_rank()
     seed = None
     if drops:
         seed = micro_batch_seed(args.seed, (int(args.curr_iteration) << 32) + digest)
-    rows, params = planned_batch_from(
-        whole, config, suite, rank, dropout_seed=seed, pool=pool, sharing=sharing, batch_digest=digest
-    )
+    rows, params = planned_batch_from(whole, config, suite, rank, dropout_seed=seed, pool=pool, batch_digest=digest)
     ATTENTION_CHECK.begin(args, config, params, training, suite.timeout_seconds)
     batch = {name: rows[name].cuda(non_blocking=True) for name in TOKEN_TENSORS}
     return batch, params

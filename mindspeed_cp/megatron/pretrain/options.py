@@ -9,12 +9,10 @@ from typing import Any
 
 from mindspeed_cp.algorithms import AUTO
 from mindspeed_cp.config import SuiteSettings
-from mindspeed_cp.config.sections import PLANNERS
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.arguments import check_arguments
 from mindspeed_cp.megatron.beside_mindspeed import check_beside_mindspeed
 from mindspeed_cp.megatron.pretrain.attention_check import check_attention_argument
-from mindspeed_cp.megatron.pretrain.planner import check_planner_argument
 from mindspeed_cp.megatron.pretrain.pool import check_pool_arguments
 from mindspeed_cp.schema.yaml_file import read_settings_file
 
@@ -50,14 +48,6 @@ def add_arguments(parser: ArgumentParser) -> ArgumentParser:
         "that is modelled to be faster; algorithm hierarchical",
     )
     group.add_argument(
-        "--cp-plan-planner",
-        choices=PLANNERS,
-        default="auto",
-        help="which ranks make plans: replicated: every rank its own; node: of the ranks of a machine that have the "
-        "same plans, the first one, which sends the others what they need of them; auto: node where plans are searched "
-        "for (algorithm hierarchical) and a rank has fewer than 2 cores, without verify_plans",
-    )
-    group.add_argument(
         "--cp-plan-check-attention",
         metavar="ITERATIONS",
         type=int,
@@ -80,7 +70,6 @@ def suite_of(args: Namespace) -> SuiteSettings:
     check_beside_mindspeed()
     check_arguments(args, suite)
     check_pool_arguments(args, suite)
-    check_planner_argument(args)
     check_attention_argument(args)
     return suite
 

@@ -27,7 +27,6 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.adaptors.attentions import layer_attentions
 from mindspeed_cp.megatron.adaptors.batch_documents import documents_of_batch, token_shape
 from mindspeed_cp.megatron.adaptors.model_sizes import model_layer_cost, with_model_sizes
-from mindspeed_cp.megatron.adaptors.plan_sharing import StageSharing
 from mindspeed_cp.plan import Topology
 
 #: Tensors over tokens that replicas gather; positions follow from the documents.
@@ -83,7 +82,6 @@ def pooled_batch(
     digest: int,
     config: TransformerConfig,
     suite: SuiteSettings,
-    sharing: StageSharing | None = None,
 ) -> tuple[dict[str, Tensor], int] | None:
     """Return the rows of all replicas, and a number of their tokens, or None where replicas are modelled to be faster.
 
@@ -94,7 +92,6 @@ def pooled_batch(
         digest: number of its tokens.
         config: the model's settings.
         suite: the section context_parallel_suite, with the options of the plans.
-        sharing: one rank of each machine chooses for the others; None: this rank chooses alone.
 
     Returns:
         tokens, labels and loss_mask of all replicas, [replicas * rows, tokens], with cu_seqlens of the whole; and the
@@ -121,7 +118,7 @@ def pooled_batch(
     def choose() -> bool:
         return bool(model.choose(tokens, replicas, [np.arange(len(tokens))]).pools)
 
-    if not _all_agree(choose() if sharing is None else sharing.share_choice(choose)):
+    if not _all_agree(choose()):
         return None
     rows = {name: _gather_rows(whole[name], group) for name in GATHERED}
     borders = Documents(tokens).offsets.astype(np.int32)

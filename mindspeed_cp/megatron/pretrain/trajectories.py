@@ -20,14 +20,13 @@ from mindspeed_cp.megatron.adaptors.attentions import layer_attentions
 from mindspeed_cp.megatron.adaptors.batch import micro_batch_seed
 from mindspeed_cp.megatron.adaptors.model_sizes import with_model_sizes
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
-from mindspeed_cp.megatron.adaptors.plan_sharing import micro_batch_plans
 from mindspeed_cp.megatron.adaptors.settings import rows_multiple
 from mindspeed_cp.megatron.adaptors.trajectories import trajectory_batch, trajectory_loss_function
+from mindspeed_cp.megatron.adaptors.whole_batch import micro_batch_plans
 from mindspeed_cp.megatron.pretrain.attention_check import ATTENTION_CHECK
 from mindspeed_cp.megatron.pretrain.layers import transformer_config_of
 from mindspeed_cp.megatron.pretrain.losses import reported
 from mindspeed_cp.megatron.pretrain.options import settings_of
-from mindspeed_cp.megatron.pretrain.planner import sharing_of
 
 #: Arguments that say in another way what attends to what, or what is learned.
 _OF_DATA_SETS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "sft",
@@ -64,8 +63,7 @@ def get_trajectory_batch(
     _refuse(args, config, packed)
     options = {**default_token_bound(suite, packed.documents.tokens), **with_model_sizes(suite, config).options}
     attentions = list(dict.fromkeys(layer_attentions(config)))
-    sharing = sharing_of(args, suite)
-    plans = micro_batch_plans(packed.documents, suite.topology, attentions, suite, options, sharing)
+    plans = micro_batch_plans(packed.documents, suite.topology, attentions, suite, options)
     seed = None
     if training and config.attention_dropout:
         number = zlib.crc32(packed.tokens.tobytes())
