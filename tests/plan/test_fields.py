@@ -14,7 +14,7 @@ from mindspeed_cp.plan import BAND, CAUSAL, FULL, TILE, Messages, Program
 from mindspeed_cp.plan.records import sorted_contents
 from tests.plan.mutations import replace_everywhere
 
-JUNK: tuple[Any, ...] = (None, 3, 0.5, "x", (), np.zeros(2), object())
+JUNK: tuple[Any, ...] = (None, 3, 0.5, "x", (), np.zeros(2), {1})
 LENGTHS = [50, 3, 64]
 
 
@@ -151,7 +151,9 @@ def test_tiles_of_a_step_are_in_the_order_of_slots() -> None:
         verify_plan(with_tiles(plan, lambda tiles: tiles[np.lexsort((-tiles["slot"], tiles["step"]))]))
 
 
-@pytest.mark.parametrize("tiles", [None, [], np.zeros(0), np.zeros((2, 1), TILE)], ids=repr)
+@pytest.mark.parametrize(
+    "tiles", [None, [], np.zeros(0), np.zeros((2, 1), TILE)], ids=["None", "list", "floats", "table"]
+)
 def test_tiles_are_records(tiles: Any) -> None:
     with pytest.raises(PlanError, match="its tiles are not records"):
         verify_plan(with_tiles(ring(), lambda _: tiles))
