@@ -68,6 +68,23 @@ def test_ends_of_documents_are_handed_on(
     assert params.plan is not None and params.plan.documents.lengths.tolist() == [5, 11, 8, 24]
 
 
+@pytest.mark.parametrize(("name", "value"), [("tokens", 97), ("tokens", -1), ("labels", 97), ("labels", -100)])
+def test_a_token_beyond_the_vocabulary_is_one_line(
+    run: Callable[..., Namespace], alone: None, name: str, value: int
+) -> None:
+    run(padded_vocab_size=97)
+    whole = rows()
+    for key in ("tokens", "labels"):
+        whole[key] %= 97
+    pretrain.get_batch(iter([dict(whole)]), transformer_config())
+    whole[name][0, 3], whole["loss_mask"][0, 3] = value, 0
+    if name == "labels":  # it does not count
+        pretrain.get_batch(iter([dict(whole)]), transformer_config())
+    whole["loss_mask"][0, 3] = 1
+    with pytest.raises(ConfigError, match=f"{name} of the batch have {value}; valid: 0 to 96"):
+        pretrain.get_batch(iter([whole]), transformer_config())
+
+
 def batch_of_tensor_rank(
     rank: int, group: None, path: str, ends: dict[str, torch.Tensor]
 ) -> tuple[dict[str, Any], list[int], int | None]:

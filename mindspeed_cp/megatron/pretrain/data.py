@@ -78,7 +78,7 @@ def get_batch(
     suite = settings_of(args)
     config = transformer_config_of(args) if config is None else config
     drops = training and bool(config.attention_dropout)
-    whole, digest = _shared_in_tensor_parallel_group(data_iterator)
+    whole, digest = _shared_in_tensor_parallel_group(data_iterator, getattr(args, "padded_vocab_size", None))
     suite = suite.model_copy(update={**default_token_bound(suite, whole["tokens"].numel()), **suite.options})
     pool, rank = None, None
     if getattr(args, "cp_plan_pool", False):
@@ -94,8 +94,9 @@ def get_batch(
     return batch, params
 
 
-def _shared_in_tensor_parallel_group(data_iterator: Any) -> tuple[dict[str, Tensor], int]:
-    """Return the whole micro-batch, and a number of its tokens, labels and loss masks.
+def _shared_in_tensor_parallel_group(data_iterator: Any, vocabulary: int | None) -> tuple[dict[str, Tensor], int]:
+    """Return the whole micro-batch, with tokens of a vocabulary of this size, and a number of its tokens, labels and
+    loss masks.
 
     The batch is on the host where this rank is alone in its group, else on the device. The number is computed where the
     batch is read, on the host, so that nobody waits for a device to have it; it travels with the batch's shape.
@@ -103,7 +104,11 @@ def _shared_in_tensor_parallel_group(data_iterator: Any) -> tuple[dict[str, Tens
     group = parallel_state.get_tensor_model_parallel_group()
     first = parallel_state.get_tensor_model_parallel_rank() == 0
     batch = _next(data_iterator) if first else {}
-    digest = digest_of_batch({name: batch[name].cpu() for name in DIGESTED}) or 0 if first else 0
+    digest = 0
+    if first:
+        on_host = {name: batch[name].cpu() for name in DIGESTED}
+        _check_vocabulary(on_host, vocabulary)
+        digest = digest_of_batch(on_host) or 0
     if group.size() == 1:
         return batch, digest
     device = torch.cuda.current_device()
@@ -123,6 +128,19 @@ def _shared_in_tensor_parallel_group(data_iterator: Any) -> tuple[dict[str, Tens
         dist.broadcast(value.contiguous(), source, group=group)
         shared[name] = value
     return shared, digest
+
+
+def _check_vocabulary(batch: dict[str, Tensor], size: int | None) -> None:
+    """Raise ConfigError for a token, or a label that counts, beyond the vocabulary: vocabulary-parallel layers take it
+    as a token of another rank, and train without a word."""
+    counted = {"tokens": batch["tokens"], "labels": batch["labels"][batch["loss_mask"] != 0]}
+    for name, values in counted.items():
+        wrong = values[(values < 0) | (values >= size)] if size is not None else values[:0]
+        if wrong.numel():
+            raise ConfigError(
+                f"{name} of the batch have {int(wrong.flatten()[0])}; valid: 0 to {size - 1}, the padded vocabulary; "
+                "loss_mask is 0 where a label does not count"
+            )
 
 
 def _next(data_iterator: Any) -> dict[str, Tensor]:
