@@ -300,15 +300,19 @@ def check_tiles(program: Program, rank: int, tiles: np.ndarray, direction: str) 
 
 
 def _check_masks(tiles: np.ndarray, attention: AttentionConfig, where: str) -> None:
-    """Raise PlanError unless every row of a band tile sees a key, and every key is seen, and the last query and the last
-    key of a causal tile have the same position if positions matter."""
+    """Raise PlanError unless every row of a band tile sees a key, and every key is seen; and causal tiles are under a
+    causal mask and, if positions matter, end at the same position on both sides.
+
+    Operators make the masks of some calls from the attention's reach and the positions of a tile, not from its mask.
+    """
     left, right = attention.reach
     q_rows, k_rows, ahead = tiles["q_rows"], tiles["k_rows"], tiles["q_pos"] - tiles["k_pos"]
-    is_band = tiles["mask"] == BAND
+    is_band, is_causal = tiles["mask"] == BAND, tiles["mask"] == CAUSAL
     sees_no_key = is_band & ((ahead + right < 0) | (ahead + q_rows - 1 - left >= k_rows))
     unseen_key = is_band & ((ahead - left > 0) | (ahead + q_rows - 1 + right < k_rows - 1))
-    shifted = (tiles["mask"] == CAUSAL) & (ahead != k_rows - q_rows) & attention.needs_positions
+    shifted = is_causal & (ahead != k_rows - q_rows) & attention.needs_positions
     for wrong, why in (
+        (is_causal & (attention.mask != "causal"), f"attention.mask is {attention.mask!r}"),
         (sees_no_key, "a query sees no key of it"),
         (unseen_key, "no query sees a key of it"),
         (shifted, "its last query and its last key are at different positions"),
