@@ -13,7 +13,7 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan.problem import AttentionConfig, Topology, documents_error
 from mindspeed_cp.plan.program import Plan
-from mindspeed_cp.schema.messages import closest_names, did_you_mean, short_repr
+from mindspeed_cp.schema.messages import check_kind, closest_names, did_you_mean, short_repr
 
 Builder = Callable[..., Plan]
 
@@ -89,6 +89,7 @@ OPTION_HINTS = {
     "ulysses_degree_in_cp": "write ulysses_degree",
     "window_size": "write cp_window_size",
 }
+
 
 def register_algorithm(name: str, builder: Builder, *, aliases: tuple[str, ...] = (), use_for: str = "") -> None:
     """Add an algorithm, so that `build_plan`, the simulator, the reports and `auto` take it by its name.
@@ -204,8 +205,7 @@ def build_plan(
         "kv_documents": (documents if kv_documents is None else kv_documents, Documents),
     }
     for argument, (value, kind) in arguments.items():
-        if not isinstance(value, kind):
-            raise ConfigError(f"{argument} is {short_repr(value)}; valid: {kind.__name__}(...)")
+        check_kind(argument, value, kind)
     name = algorithm_name(algorithm)
     check_options(name, options, topology.ranks)
     kv_documents = documents if kv_documents is None else kv_documents

@@ -23,6 +23,7 @@ import numpy as np
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout.host_arrays import as_integers
+from mindspeed_cp.schema.messages import short_repr
 from mindspeed_cp.schema.numbers import check_count
 
 
@@ -67,6 +68,8 @@ class TreeTargets:
             ConfigError: not one entry for each trajectory, its length is not the trajectory's, or a weight is not
                 finite.
         """
+        if weights is not None and not isinstance(weights, Iterable):
+            raise ConfigError(f"weights is {short_repr(weights)}; valid: one entry for each trajectory, or None")
         out = np.zeros(len(self))
         given: Sequence[Any] = [1.0] * len(self.of_trajectories) if weights is None else list(weights)
         if len(given) != len(self.of_trajectories):
@@ -110,6 +113,8 @@ def shared_prefixes(
         int64 [length] each.
     """
     check_count("min_shared", min_shared, what="a whole number of tokens")
+    if not isinstance(trajectories, Iterable):
+        raise ConfigError(f"trajectories is {short_repr(trajectories)}; valid: the token numbers of each trajectory")
     listed = [as_integers(f"trajectories[{i}]", tokens, 1) for i, tokens in enumerate(trajectories)]
     if not listed:
         raise ConfigError("trajectories is empty; valid: the token numbers of one trajectory or more")

@@ -1,4 +1,4 @@
-"""The inputs of a plan beside the documents: AttentionConfig and Topology; and which documents go with which attention."""
+"""The inputs of a plan beside the documents, AttentionConfig and Topology, and which documents go with them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy as np
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
+from mindspeed_cp.schema.messages import short_repr
 from mindspeed_cp.schema.numbers import check_count, is_int
 
 MASKS = ("causal", "full")
@@ -80,6 +81,8 @@ class Topology:
         Raises:
             ConfigError: the mesh has several dimensions, or the nodes have different numbers of its ranks.
         """
+        if not hasattr(mesh, "mesh"):
+            raise ConfigError(f"mesh is {short_repr(mesh)}; valid: torch's DeviceMesh of the context-parallel ranks")
         table = np.asarray(mesh.mesh)
         if table.ndim != 1:
             names = getattr(mesh, "mesh_dim_names", None)
@@ -332,7 +335,7 @@ def alibi_slopes(heads: int) -> np.ndarray:
     For a power of two: 2 ** (-8 i / heads), i = 1 .. heads. Otherwise the slopes of the next smaller power of two,
     followed by every second slope of the next larger one, as in the authors' code.
     """
-    power = 1 << (heads.bit_length() - 1)
+    power = 1 << (int(heads).bit_length() - 1)
     power_slopes = 2.0 ** (-8.0 * np.arange(1, power + 1) / power)
     extra_slopes = 2.0 ** (-4.0 * np.arange(1, 2 * (heads - power), 2) / power)
     return np.concatenate([power_slopes, extra_slopes])

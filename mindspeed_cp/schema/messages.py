@@ -82,6 +82,12 @@ def short_repr(value: object) -> str:
     return _REPR.repr(value).replace("\n", " ")
 
 
+def check_kind(name: str, value: object, kind: type) -> None:
+    """Raise ConfigError unless an argument is an object of a class."""
+    if not isinstance(value, kind):
+        raise ConfigError(f"{name} is {short_repr(value)}; valid: {kind.__name__}(...)")
+
+
 def bad_value(
     key: str, value: Any, rule: str, conflicting_key: str | None = None, fixes: Mapping[str, Any] | None = None
 ) -> SettingError:

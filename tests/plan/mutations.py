@@ -16,7 +16,6 @@ from mindspeed_cp import AttentionConfig, ConfigError, Documents, Layout, Plan
 from mindspeed_cp.config import capabilities
 from mindspeed_cp.layout import contiguous, row_zigzag, zigzag
 from mindspeed_cp.plan import BAND, CAUSAL, FULL, Messages, Program, Topology
-from tests.engine.cases import Case
 from tests.engine.draw import blocks, parents, problem
 from tests.plan.forests import forest_plan
 from tests.plan.parts import mixed_plan
@@ -138,7 +137,13 @@ def changed_array(array: np.ndarray, rng: Random) -> np.ndarray:
     column = out[rng.choice(array.dtype.names)] if array.dtype.names else out.reshape(len(out), -1)
     column = column if column.ndim == 1 else column[:, rng.randrange(column.shape[1])]
     before = int(column[first])
-    near = (before + 1, before - 1, before + rng.randint(-9, 9), int(column[second]), rng.randint(0, int(column.max()) + 1))
+    near = (
+        before + 1,
+        before - 1,
+        before + rng.randint(-9, 9),
+        int(column[second]),
+        rng.randint(0, int(column.max()) + 1),
+    )
     if kind < 0.35:
         column += rng.choice((1, -1, 3))
     elif kind < 0.5:
@@ -229,6 +234,8 @@ def _change_tiles(plan: Plan, rng: Random) -> Plan:
 
 
 def changed_tiles(tiles: np.ndarray, rng: Random, attention: AttentionConfig) -> np.ndarray:
+    if not len(tiles) or tiles.ndim > 1:  # of another change
+        return tiles
     kind, index = rng.random(), rng.randrange(len(tiles))
     if kind < 0.25:
         out = changed_array(tiles, rng)

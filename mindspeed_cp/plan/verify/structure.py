@@ -294,14 +294,14 @@ def check_tiles(program: Program, rank: int, tiles: np.ndarray, direction: str) 
     if later.any():
         tile = tiles[int(np.argmax(later)) + 1]
         raise PlanError(
-            f"{direction}: rank {rank}, step {tile['step']}: {describe_tile(tile)} comes after a tile of a later step or "
-            "slot"
+            f"{direction}: rank {rank}, step {tile['step']}: {describe_tile(tile)} comes after a tile of a later "
+            "step or slot"
         )
 
 
 def _check_masks(tiles: np.ndarray, attention: AttentionConfig, where: str) -> None:
     """Raise PlanError unless every row of a band tile sees a key, and every key is seen; and causal tiles are under a
-    causal mask and, if positions matter, end at the same position on both sides.
+    causal mask and, if positions matter, end at the same position on both sides, with no key beyond the window.
 
     Operators make the masks of some calls from the attention's reach and the positions of a tile, not from its mask.
     """
@@ -316,6 +316,7 @@ def _check_masks(tiles: np.ndarray, attention: AttentionConfig, where: str) -> N
         (sees_no_key, "a query sees no key of it"),
         (unseen_key, "no query sees a key of it"),
         (shifted, "its last query and its last key are at different positions"),
+        (is_causal & (ahead + q_rows - 1 > left), "its last query is further from its first key than the window"),
     ):
         if wrong.any():
             tile = tiles[int(np.argmax(wrong))]
