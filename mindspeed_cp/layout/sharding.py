@@ -10,7 +10,7 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout.documents import Documents
 from mindspeed_cp.layout.layout import TOKEN_SPAN, Layout
 from mindspeed_cp.layout.runs import ragged_arange
-from mindspeed_cp.schema.numbers import check_count
+from mindspeed_cp.schema.numbers import check_count, check_type
 
 #: For each document the ranks that share it.
 DocRanks = Sequence[Sequence[int] | np.ndarray]
@@ -36,6 +36,7 @@ def zigzag(documents: Documents, ranks: int, doc_ranks: DocRanks | None = None) 
     Raises:
         ConfigError: `ranks` is not positive, or the ranks of a document are none, repeated or out of range.
     """
+    check_type("documents", documents, Documents)
     check_count("ranks", ranks, most=2**31 - 1)
     if doc_ranks is None:
         first = np.arange(ranks)
@@ -50,6 +51,7 @@ def contiguous(documents: Documents, ranks: int, doc_ranks: DocRanks | None = No
     Work is balanced for full masks; under a causal mask the last rank has about twice the mean. Arguments and errors as
     for :func:`zigzag`.
     """
+    check_type("documents", documents, Documents)
     check_count("ranks", ranks, most=2**31 - 1)
     if doc_ranks is None:
         return _on_all_ranks(documents, np.arange(ranks)[:, None])
@@ -75,6 +77,7 @@ def row_zigzag(documents: Documents, ranks: int) -> Layout:
     Raises:
         ConfigError: `ranks` is not positive.
     """
+    check_type("documents", documents, Documents)
     check_count("ranks", ranks, most=2**31 - 1)
     cuts = np.arange(2 * ranks + 1) * documents.tokens // (2 * ranks)
     edges = np.unique(np.concatenate([cuts, documents.offsets]))

@@ -67,6 +67,8 @@ class TreeTargets:
             ConfigError: not one entry for each trajectory, its length is not the trajectory's, or a weight is not
                 finite.
         """
+        if weights is not None:
+            check_type("weights", weights, Iterable, "one entry for each trajectory, or None")
         out = np.zeros(len(self))
         given: Sequence[Any] = [1.0] * len(self.of_trajectories) if weights is None else list(weights)
         if len(given) != len(self.of_trajectories):

@@ -15,7 +15,7 @@ of a part travel while steps of other parts compute.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from mindspeed_cp.layout import Documents, Layout, from_spans
 from mindspeed_cp.layout.runs import concatenate_records
 from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.plan.records import CONTENT, Messages
+from mindspeed_cp.schema.messages import short_repr
 
 StepOrder = tuple[tuple[int, int], ...]  # (part, step)
 
@@ -46,9 +47,11 @@ def combine(
     Raises:
         ConfigError: the parts do not form one plan; names the part and the document or step.
     """
-    parts = tuple(parts)
+    parts = tuple(parts) if isinstance(parts, Iterable) else ()
     if not parts or not all(isinstance(part, Plan) for part in parts):
-        raise ConfigError(f"parts are {parts!r}; valid: one Plan or more, each over some documents of the batch")
+        raise ConfigError(
+            f"parts are {short_repr(parts)}; valid: one Plan or more, each over some documents of the batch"
+        )
     if len({(part.ranks, len(part.documents), len(part.kv_documents)) for part in parts}) > 1:
         sizes = "; ".join(f"{part.ranks} ranks, {len(part.documents)} documents" for part in parts)
         raise ConfigError(f"parts have {sizes}; valid: the same ranks, and all documents of the batch in each")

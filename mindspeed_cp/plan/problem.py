@@ -81,6 +81,8 @@ class Topology:
         Raises:
             ConfigError: the mesh has several dimensions, or the nodes have different numbers of its ranks.
         """
+        if not hasattr(mesh, "mesh"):
+            raise ConfigError(f"mesh is {short_repr(mesh)}; valid: torch's DeviceMesh of the context-parallel ranks")
         table = np.asarray(mesh.mesh)
         if table.ndim != 1:
             names = getattr(mesh, "mesh_dim_names", None)

@@ -12,6 +12,7 @@ from mindspeed_cp.layout.runs import concatenate_records
 from mindspeed_cp.plan.parts import part_ends
 from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.plan.records import int64_record
+from mindspeed_cp.schema.numbers import check_type
 
 GRADIENT_BYTES = 4  # of an element of gradients that are summed on their way, if the plan does not say otherwise
 
@@ -67,6 +68,7 @@ def traffic(plan: Plan, bytes_per_element: int = 2) -> np.ndarray:
     Returns:
         Records of dtype TRAFFIC [ranks].
     """
+    check_type("plan", plan, Plan)
     out = np.zeros(plan.ranks, TRAFFIC)
     for direction in ("forward", "backward"):
         table = transfers(plan, direction, bytes_per_element)

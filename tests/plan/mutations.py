@@ -162,12 +162,7 @@ def _change_everywhere(plan: Plan, rng: Random) -> Plan:
     """Another attention, other documents or another layout, in all places where the old ones stand."""
     kinds = rng.choice((AttentionConfig, Documents, Documents, Layout))
     old = rng.choice([value for _, value in _leaves(plan) if isinstance(value, kinds)])
-    return replace_everywhere(plan, old, changed_value(old, rng, plan))
-
-
-def replace_everywhere(plan: Plan, old: Any, new: Any) -> Plan:
-    """The plan with `new` in all places where `old` stands."""
-    made: dict[int, Any] = {}
+    new, made = changed_value(old, rng, plan), {}
 
     def put(item: Any) -> Any:
         if item is old or (not isinstance(item, Layout) and type(item) is type(old) and item == old):
@@ -239,7 +234,7 @@ def _change_tiles(plan: Plan, rng: Random) -> Plan:
 
 
 def changed_tiles(tiles: np.ndarray, rng: Random, attention: AttentionConfig) -> np.ndarray:
-    if not len(tiles):  # another change has taken them
+    if not len(tiles) or tiles.ndim > 1:  # of another change
         return tiles
     kind, index = rng.random(), rng.randrange(len(tiles))
     if kind < 0.25:

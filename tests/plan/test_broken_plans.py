@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mindspeed_cp import AttentionConfig, Documents, Plan, PlanError, Topology, build_plan, verify_plan
+from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, PlanError, Topology, build_plan, verify_plan
 from mindspeed_cp.algorithms import ALGORITHMS
-from mindspeed_cp.plan import Messages, Program
+from mindspeed_cp.layout import contiguous, row_zigzag, zigzag
+from mindspeed_cp.plan import Messages, Program, combine, peak_bytes, traffic
 from mindspeed_cp.plan.verify.queues import check_queues
 from tests.plan.forests import forest_plan
 
@@ -312,3 +313,137 @@ def test_tiles_whose_keys_are_beyond_their_document_are_refused():
     plan = build_plan(Documents([40]), Topology(1, 2), AttentionConfig(4, mask="full"), kv_documents=Documents([10]))
     with pytest.raises(PlanError, match=r"its k_pos is 1\d with .* rows, but its document 0 has 10 tokens"):
         verify_plan(tiles(plan, "forward", 0, 0, k_pos=10))
+
+
+def documents_everywhere(plan: Plan, queries: Documents, keys: Documents) -> Plan:
+    """A plan without parts, with other documents of the same lengths."""
+    layouts = {name: replace(getattr(plan, name), documents=keys if "kv" in name else queries) for name in LAYOUTS}
+    programs = {
+        name: replace(getattr(plan, name), q_layout_compute=layouts["q_layout_compute"], kv_documents=keys)
+        for name in ("forward", "backward")
+    }
+    return replace(plan, **layouts, **programs)
+
+
+LAYOUTS = ("layout", "kv_layout_in", "q_layout_compute", "kv_layout_compute")
+PLAIN, TREE, BLOCK = Documents([5, 9]), Documents([5, 9], [-1, 0]), Documents([5, 9], None, [(6, 10)])
+
+
+@pytest.mark.parametrize(
+    ("attention", "queries", "keys"),
+    [
+        (AttentionConfig(4, mask="full", alibi=True), PLAIN, TREE),
+        (AttentionConfig(4), TREE, PLAIN),
+        (AttentionConfig(4), PLAIN, BLOCK),
+        (AttentionConfig(4, alibi=True), BLOCK, BLOCK),
+        (AttentionConfig(4, mask="full"), BLOCK, BLOCK),
+        (AttentionConfig(4, mask="full"), TREE, TREE),
+        (AttentionConfig(4), PLAIN, Documents([5, 8])),
+        (AttentionConfig(4), PLAIN, Documents([14])),
+    ],
+)
+def test_documents_that_build_plan_refuses_are_refused_in_a_plan_with_the_same_words(attention, queries, keys):
+    with pytest.raises(ConfigError) as wanted:
+        build_plan(queries, Topology(1, 2), attention, "ring", keys)
+    plan = build_plan(PLAIN, Topology(1, 2), attention, "ring")
+    with pytest.raises(PlanError) as error:
+        verify_plan(documents_everywhere(plan, queries, keys))
+    assert str(error.value) == str(wanted.value)
+
+
+TEXT = AttentionConfig(4)
+BANDS = AttentionConfig(4, window=(5, 0))
+
+
+@pytest.mark.parametrize(
+    ("attention", "changed", "says"),
+    [
+        (BANDS, lambda t: widened(t, -1, q_rows=1), "a query sees no key of it"),
+        (BANDS, lambda t: widened(t, -1, q_row=1, q_pos=1, q_rows=-1), "no query sees a key of it"),
+        (TEXT, lambda t: t[::-1], "comes after a tile of a later step or slot"),
+        (AttentionConfig(4, alibi=True), lambda t: full_as_causal(t), "its last query and its last key are at different"),
+        (AttentionConfig(4, mask="full"), lambda t: full_as_causal(t), "attention.mask is 'full'"),
+        (TEXT, lambda t: widened(t, 0, slot=7, step=-1), "rank 2, step -1: .* the slot holds rows up to 0"),
+        (TEXT, lambda t: t[:, None], "its tiles are no array of records of step, slot"),
+    ],
+)  # fmt: skip
+def test_tiles_that_no_operator_takes_are_refused(attention, changed, says):
+    """Most have the right pairs, which the sums of the proof do not tell from right tiles."""
+    plan = build_plan(Documents([40]), Topology(1, 4), attention, "all_gather", layout="contiguous")
+    verify_plan(plan)
+    with pytest.raises(PlanError, match=says):
+        verify_plan(with_tiles(plan, changed))
+
+
+@dataclass(frozen=True, eq=False)
+class GivenTiles(Program):
+    """A program with other tiles at rank 2."""
+
+    changed: Any = None
+
+    def tiles(self, rank: int) -> np.ndarray:
+        tiles = super().tiles(rank)
+        return self.changed(tiles) if rank == 2 else tiles
+
+
+def with_tiles(plan: Plan, changed: Any) -> Plan:
+    values = {name: getattr(plan.forward, name) for name in Program.__dataclass_fields__}
+    return replace(plan, forward=GivenTiles(**values, changed=changed))
+
+
+def widened(tiles: np.ndarray, index: int, **by: int) -> np.ndarray:
+    """Tiles of which one has more rows, or is somewhere else."""
+    for name, more in by.items():
+        tiles[name][index] += more
+    return tiles
+
+
+def full_as_causal(tiles: np.ndarray) -> np.ndarray:
+    """A full tile as a causal one, and the keys that it hides from each row as full ones."""
+    index = int(np.argmax((tiles["mask"] == 0) & (tiles["k_rows"] >= tiles["q_rows"]) & (tiles["q_rows"] > 1)))
+    n, m = int(tiles["q_rows"][index]), int(tiles["k_rows"][index])
+    rest = np.repeat(tiles[index : index + 1], n - 1)
+    hidden = np.arange(m - n + 1, m)
+    rest["q_row"] += np.arange(n - 1)
+    rest["q_pos"] += np.arange(n - 1)
+    rest["q_rows"], rest["k_rows"] = 1, m - hidden
+    rest["k_row"] += hidden
+    rest["k_pos"] += hidden
+    tiles["mask"][index] = 1
+    return np.concatenate([tiles[: index + 1], rest, tiles[index + 1 :]])
+
+
+def test_numbers_that_overflow_are_refused():
+    plan = ring()
+    for name in ("first", "count", "rows", "src", "start", "done", "dst_slot"):
+        with pytest.raises(PlanError):
+            verify_plan(edit(plan, "forward", "fetch", 0, **{name: 2**63 - 1 - int(plan.forward.fetch.items[name][0])}))
+    for name in ("row", "first", "count", "step"):
+        with pytest.raises(PlanError):
+            verify_plan(contents(plan, "forward", 0, **{name: 2**63 - 1 - int(plan.forward.contents[name][0])}))
+    with pytest.raises(PlanError, match="forward: it has 1000000000000 steps; valid: 1 to 1000000"):
+        verify_plan(change(plan, "forward", steps=10**12))
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: verify_plan(None), "plan is None; valid: a Plan, from build_plan"),
+        (lambda: verify_plan(ring(), max_bytes="x"), "max_bytes is 'x'; valid: a whole number"),
+        (lambda: verify_plan(ring(), bytes_per_element=0), "bytes_per_element is 0; valid: a whole number, 1 or more"),
+        (lambda: verify_plan(ring(), seed=None), "seed is None; valid: a whole number"),
+        (lambda: peak_bytes(3, "forward"), "plan is 3; valid: Plan"),
+        (lambda: traffic("x"), "plan is 'x'; valid: Plan"),
+        (lambda: combine("x", 3), "parts are .*; valid: one Plan or more"),
+        (lambda: Documents.from_trajectories(3), "trajectories is 3; valid: a list with the token numbers of each trajectory"),
+        (lambda: Documents.from_trajectories([[1, 2], [1]]).targets.weights(3), "weights is 3; valid: one entry for each"),
+        (lambda: Topology.from_mesh(3), "mesh is 3; valid: torch's DeviceMesh"),
+        (lambda: zigzag([4], 2), r"documents is \[4\]; valid: Documents"),
+        (lambda: contiguous(None, 2), "documents is None; valid: Documents"),
+        (lambda: row_zigzag(None, 2), "documents is None; valid: Documents"),
+    ],
+)  # fmt: skip
+def test_arguments_of_another_type_are_refused_in_one_line(call, says):
+    with pytest.raises(ConfigError, match=says) as error:
+        call()
+    assert "\n" not in str(error.value)

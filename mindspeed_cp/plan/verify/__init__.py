@@ -63,9 +63,10 @@ def verify_plan(plan: Plan, *, max_bytes: int | None = None, bytes_per_element: 
     """
     if not isinstance(plan, Plan):
         raise ConfigError(f"plan is {short_repr(plan)}; valid: a Plan, from build_plan")
-    for name, value in (("max_bytes", max_bytes), ("bytes_per_element", bytes_per_element), ("seed", seed)):
-        if value is not None:
-            check_count(name, value, least=int(name == "bytes_per_element"), most=None)
+    check_count("bytes_per_element", bytes_per_element)
+    check_count("seed", seed, least=0, most=None)
+    if max_bytes is not None:
+        check_count("max_bytes", max_bytes, least=0, most=None)
     check_types(plan)
     _check_layouts(plan)
     for index, part in enumerate(plan.parts):
@@ -160,7 +161,7 @@ def _tiles(program: Program, cache: dict[tuple[int, int], list[np.ndarray]], dir
     if type(program) is not Program or key not in cache:
         cache[key] = [program.tiles(rank) for rank in range(program.ranks)]
     if any(not isinstance(tiles, np.ndarray) or tiles.dtype != TILE or tiles.ndim != 1 for tiles in cache[key]):
-        raise PlanError(f"{direction}: its tiles are not records of {', '.join(TILE.names or ())}")
+        raise PlanError(f"{direction}: its tiles are no array of records of {', '.join(TILE.names or ())}")
     return cache[key]
 
 

@@ -9,6 +9,7 @@ from mindspeed_cp.plan.parts import part_ends, part_rows
 from mindspeed_cp.plan.program import Plan
 from mindspeed_cp.plan.records import int64_record
 from mindspeed_cp.plan.verify.buffers import BufferBytes, Rows, buffer_bytes
+from mindspeed_cp.schema.numbers import check_type
 
 #: Bytes of one rank: K/V receive buffers, fp32 gradients, results of redistributions, staging (its largest moment),
 #: total.
@@ -45,6 +46,7 @@ def peak_bytes(plan: Plan, direction: str, bytes_per_element: int = 2) -> np.nda
         Records of dtype PEAK [ranks]. The fields may reach their peaks at different times; the total is an upper bound.
         It also counts one row of zeros, from which gradients of keys that land in several places begin.
     """
+    check_type("plan", plan, Plan)
     buffers = [
         buffer_bytes(part, direction, bytes_per_element, _rows(plan, index, False), _rows(plan, index, True))
         for index, part in enumerate(plan.parts_or_self)
