@@ -1,4 +1,4 @@
-"""Versions, devices and backends of this machine."""
+"""Versions, devices and backends of this machine, and the device of a rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 import mindspeed_cp
 from mindspeed_cp.device import open_files
-from mindspeed_cp.device.select import cann_problem, cann_version, load_npu, unknown_cann_note
+from mindspeed_cp.device.select import cann_problem, cann_version, load_cuda, load_npu, unknown_cann_note
 from mindspeed_cp.device.versions import Status
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention import BACKENDS
@@ -30,6 +30,9 @@ PACKAGES = (
     "flash-attn-3",
 )
 DEVICES = ("npu", "cuda", "cpu")
+
+#: Libraries of a process group for tensors of a device; numbers of the host travel over gloo.
+GROUP_LIBRARIES = {"cpu": "gloo", "npu": "cpu:gloo,npu:hccl", "cuda": "cpu:gloo,cuda:nccl"}
 
 #: File with the version of the Ascend driver.
 DRIVER = Path("/usr/local/Ascend/driver/version.info")
@@ -110,3 +113,38 @@ def backend_status(kind: str, devices: dict[str, Any]) -> dict[str, Any]:
         except ConfigError as error:
             return {"available": False, "why": str(error)}
     return {"available": devices["count"] > 0, "why": devices["why"]}
+
+
+def rank_device(kind: str, local_rank: int) -> torch.device:
+    """Return the device of a rank, made the current one; a CPU serves all ranks.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    if kind == "cpu":
+        return torch.device("cpu")
+    module = (load_npu if kind == "npu" else load_cuda)(f"--device {kind}", "--device cpu")
+    if local_rank >= module.device_count():
+        raise ConfigError(f"--device {kind}: rank {local_rank} of a machine with {module.device_count()} of them")
+    module.set_device(local_rank)
+    return torch.device(kind, local_rank)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done what was launched; the CPU always has."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a device."""
+    if device.type == "cpu":
+        return f"CPU ({platform.machine()})"
+    return str(torch.get_device_module(device).get_device_name(device))
+
+
+def device_memory(device: torch.device) -> int:
+    """Return the bytes of a device's memory; of a CPU, those of the machine."""
+    if device.type == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(torch.get_device_module(device).get_device_properties(device).total_memory)
