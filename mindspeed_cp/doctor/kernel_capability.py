@@ -30,6 +30,7 @@ from mindspeed_cp.layout import Documents
 from mindspeed_cp.ops.attention.npu.backend import NpuAttention
 from mindspeed_cp.ops.attention.npu.fused_operator import FusedOperator, TorchNpuOperator
 from mindspeed_cp.plan import AttentionConfig, Plan
+from mindspeed_cp.report.files import write_atomically
 
 ON_ONE_RANK: tuple[str, int, dict[str, Any]] = ("ring", 1, {})
 
@@ -307,8 +308,10 @@ def check_profile_path(path: Path) -> None:
         ) from None
 
 
-def write_profile(profile: dict[str, Any], path: Path) -> None:
-    """Write the content of a profile; a file that is there is replaced as a whole."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    temporary.write_text(json.dumps(profile, indent=1) + "\n", "utf-8")
-    temporary.replace(path)
+def write_json(option: str, path: Path, content: dict[str, Any]) -> None:
+    """Write a file of an option; one that is there is replaced as a whole.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    write_atomically(option, path, lambda new: new.write_text(json.dumps(content, indent=1) + "\n", "utf-8"))

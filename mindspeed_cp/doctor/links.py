@@ -10,8 +10,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -43,6 +42,9 @@ TIMEOUT = 90.0  # seconds to wait for a rank
 
 PROBE_BYTES, PAIR_SECONDS, PAIR_ROUNDS = 1 << 16, 0.1, 4  # of a message between a pair
 
+#: Text of a wait in vain, whose cause is another rank.
+SILENT = "a rank is gone or silent"
+
 #: Texts by which a rank says that it could not begin, while others wait for it in vain.
 _CAUSES = ("Too many open files", "can't start new thread", "No space left")
 
@@ -50,17 +52,12 @@ _CAUSES = ("Too many open files", "can't start new thread", "No space left")
 RingResult = tuple[str, bool, float | None]
 
 
-@contextmanager
-def process_group(device: torch.device, seconds: float, **arguments: Any) -> Iterator[None]:
-    """Join the default process group within the block: that of the environment, or one given by `init_method` or
-    `store`, `rank` and `world_size`."""
+def join_process_group(device: torch.device, seconds: float, **arguments: Any) -> None:
+    """Join the default process group: that of the environment, or one given by `init_method` or `store`, `rank` and
+    `world_size`."""
     if device.type == "npu":
         set_hccl_timeouts(seconds)
     dist.init_process_group(GROUP_LIBRARIES[device.type], timeout=timedelta(seconds=seconds), **arguments)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 class LinkTimer:
@@ -109,7 +106,7 @@ class LinkTimer:
         try:
             dist.all_reduce(number, dist.ReduceOp.MAX)
         except RuntimeError as error:
-            raise PeerError(f"a rank is gone or silent ({' '.join(str(error).split())[:160]})") from error
+            raise PeerError(f"{SILENT} ({' '.join(str(error).split())[:160]})") from error
         return float(number.item())
 
     def seconds(self, run: Callable[[], None] | None, repeats: int = 1) -> float:
@@ -308,12 +305,24 @@ def _failed_rings(devices: int, error: str) -> dict[str, Any]:
     return {"case": f"rings of {devices} devices", "ok": False, "error": error, "gigabytes_per_second": None}
 
 
-def first_error(answers: Mapping[int, Any], silence: str) -> str | None:
-    """Return the error that explains the others: what kept a rank from beginning goes before time-outs of the library,
-    which its peers report, and these before no answer at all. None without an error."""
+def first_error(answers: Mapping[int, Any], silence: str = "") -> str | None:
+    """Return the error of a rank that explains the others; None without an error.
+
+    What kept a rank from beginning goes before time-outs, which its peers report, and these before no answer at all.
+
+    Args:
+        answers: by rank; a text is an error.
+        silence: words after "no answer".
+    """
     errors = [f"rank {rank}: {answers[rank]}" for rank in sorted(answers) if isinstance(answers[rank], str)]
-    errors.sort(key=lambda text: (text.endswith(NO_ANSWER), not any(cause in text for cause in _CAUSES)))
+    errors.sort(key=lambda text: (NO_ANSWER in text, SILENT in text, not any(cause in text for cause in _CAUSES)))
     return errors[0] + silence * errors[0].endswith(NO_ANSWER) if errors else None
+
+
+def error_text(error: BaseException) -> str:
+    """Return an error as one line, with its type unless it is an error of this package."""
+    text = " ".join(str(error).split()) or "without a message"
+    return (text if isinstance(error, (ConfigError, PeerError)) else f"{type(error).__name__}: {text}")[:600]
 
 
 def _run_local(
@@ -329,8 +338,8 @@ def _measure_rank(rank: int, ranks: int, init_method: str, kind: str) -> list[Me
     if sys.platform == "linux":  # whatever the name of the host resolves to: all ranks are on this machine
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     device = rank_device(kind, rank)
-    with process_group(device, TIMEOUT, init_method=init_method, rank=rank, world_size=ranks):
-        return measure_links(LinkTimer(device), ranks)
+    join_process_group(device, TIMEOUT, init_method=init_method, rank=rank, world_size=ranks)
+    return measure_links(LinkTimer(device), ranks)
 
 
 def _ring_rank(rank: int, size: int, init_method: str, kind: str, megabytes: int, limit: float) -> list[RingResult]:
@@ -338,8 +347,8 @@ def _ring_rank(rank: int, size: int, init_method: str, kind: str, megabytes: int
     raise_limit()
     try:
         device = rank_device(kind, rank)
-        with process_group(device, limit, init_method=init_method, rank=rank, world_size=size):
-            return run_rings(rank, size, device, megabytes, limit)
+        join_process_group(device, limit, init_method=init_method, rank=rank, world_size=size)
+        return run_rings(rank, size, device, megabytes, limit)
     except Exception:
         traceback.print_exc()
         raise

@@ -17,6 +17,7 @@ from mindspeed_cp.device.select import cann_problem, cann_version, load_cuda, lo
 from mindspeed_cp.device.versions import Status
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention import BACKENDS
+from mindspeed_cp.ops.attention.cuda.flash_operator import flash_attention_3
 
 PACKAGES = (
     "torch",
@@ -103,7 +104,8 @@ def device_status(kind: str) -> dict[str, Any]:
 
 
 def backend_status(kind: str, devices: dict[str, Any]) -> dict[str, Any]:
-    """Return {"available", "why"}: whether the attention operator runs on a kind of device, or why not."""
+    """Return {"available", "why"}: whether the attention operator runs on a kind of device, or why not; of GPUs also
+    "note": which version of FlashAttention is called."""
     if kind not in BACKENDS:
         return {"available": False, "why": "this version has no attention operator for it"}
     if devices["count"] and kind == "cuda":
@@ -112,6 +114,9 @@ def backend_status(kind: str, devices: dict[str, Any]) -> dict[str, Any]:
                 BACKENDS[kind].check_device(torch.device(kind, i))
         except ConfigError as error:
             return {"available": False, "why": str(error)}
+        module, reason = flash_attention_3(torch.device(kind, 0))
+        note = f"FlashAttention 2 of torch (3: {reason})" if module is None else "FlashAttention 3, or 2 of torch"
+        return {"available": True, "why": None, "note": note}
     return {"available": devices["count"] > 0, "why": devices["why"]}
 
 
