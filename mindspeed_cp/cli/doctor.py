@@ -69,7 +69,9 @@ def doctor(
     if is_launched():
         for option, value in (("--npu-profile", npu_profile), ("--row-seconds", row_seconds)):
             if value is not None:
-                raise ConfigError(f"{option} {value}: not under torchrun; run the doctor in one process on each machine")
+                raise ConfigError(
+                    f"{option} {value}: not under torchrun; run the doctor in one process on each machine"
+                )
         launch = read_launch("doctor")
         from mindspeed_cp.device.select import resolve_device_type
         from mindspeed_cp.doctor.ranks import check_ranks

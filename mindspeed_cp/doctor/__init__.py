@@ -1,13 +1,13 @@
 """`mindspeed-cp doctor` and `mindspeed-cp calibrate`: check and measure a machine, or all ranks that torchrun started.
 
-    one machine    run_checks    machine.py            versions, devices
-                                 operator.py, fused.py  operators against fp64 (reference.py), in a process that may
-                                                        hang or crash (guarded.py)
-                                 kernel_capability.py   the rows that make the profile of an NPU
-                                 links.py               rings of the machine's devices
-    all ranks      ranks.py      the same facts and operators on every rank, links, and algorithms (algorithm_run.py)
-                                 beside the simulator; findings.py says what the figures mean
-    a preset       calibrate.py  kernel_timing.py and links.py, fitted by mindspeed_cp/cluster
+one machine    run_checks    machine.py            versions, devices
+                             operator.py, fused.py  operators against fp64 (reference.py), in a process that may
+                                                    hang or crash (guarded.py)
+                             kernel_capability.py   the rows that make the profile of an NPU
+                             links.py               rings of the machine's devices
+all ranks      ranks.py      the same facts and operators on every rank, links, and algorithms (algorithm_run.py)
+                             beside the simulator; findings.py says what the figures mean
+a preset       calibrate.py  kernel_timing.py and links.py, fitted by mindspeed_cp/cluster
 """
 
 from __future__ import annotations

@@ -75,10 +75,8 @@ def _ranks(report: dict[str, Any]) -> Iterator[Finding]:
 
 def differing_facts(facts: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield each fact that is not the same on all ranks: its values, each with the ranks that have it."""
-    flat = [
-        {**{name: row[name] for name in ("device", "cores", "threads", "open_files")}, **row["versions"], **row["environment"]}
-        for row in facts
-    ]  # fmt: skip
+    own = ("device", "cores", "threads", "open_files")
+    flat = [{**{name: row[name] for name in own}, **row["versions"], **row["environment"]} for row in facts]
     for name in dict.fromkeys(name for row in flat for name in row):
         values: dict[str, list[int]] = {}
         for rank, row in enumerate(flat):
@@ -184,7 +182,5 @@ def _link_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
     """Return the matrix of rates of a kind of links: from the rank of the line to that of the column."""
     rates = {tuple(row["pair"]): row["there"] for row in rows} | {tuple(row["pair"][::-1]): row["back"] for row in rows}
     ends = sorted({rank for pair in rates for rank in pair})
-    lines = tuple(
-        (str(a), *(f"{rates[a, b] / 1e9:.3g}" if (a, b) in rates else "" for b in ends)) for a in ends
-    )
+    lines = tuple((str(a), *(f"{rates[a, b] / 1e9:.3g}" if (a, b) in rates else "" for b in ends)) for a in ends)
     return Table(title, ("", *map(str, ends)), lines)

@@ -1,7 +1,7 @@
 """Rows that a device may fail: each variant of the npu backend, on shapes for which CANN takes different kernels.
 
-CANN has many kernels for a call of attention and takes one by its type, lengths and widths; a device or a release may be
-wrong in one of them alone. The rows make the profile of a device, by which settings take the fastest variant that
+CANN has many kernels for a call of attention and takes one by its type, lengths and widths; a device or a release may
+be wrong in one of them alone. The rows make the profile of a device, by which settings take the fastest variant that
 passed (`mindspeed_cp/device/npu_variants.py`).
 """
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_cp.device.npu_profile import Condition, NpuIdentity, NpuProfile, ProfileRow, read_profile
-from mindspeed_cp.device.npu_variants import VARIANTS, Need, choose_variants
+from mindspeed_cp.device.npu_variants import DEFAULTS, VARIANTS, Need, choose_variants
 from mindspeed_cp.doctor.guarded import Failure, GuardedCall
 from mindspeed_cp.doctor.operator import DTYPES, MAX_DIFFERENCE, OperatorCase, plan_of
 from mindspeed_cp.doctor.reference import RESULT_NAMES, reference_inputs, reference_results, relative_difference
@@ -32,9 +32,7 @@ from mindspeed_cp.ops.attention.npu.fused_operator import FusedOperator, TorchNp
 from mindspeed_cp.plan import AttentionConfig, Plan
 from mindspeed_cp.report.files import write_atomically
 
-ON_ONE_RANK: tuple[str, int, dict[str, Any]] = ("ring", 1, {})
-
-# By CANN's public sources, kernels change at these lengths; they divide by nothing where the shape does not need them to.
+# By CANN's public sources, kernels change at these lengths; they divide by nothing where the shape allows it.
 SHORT = [301, 97, 510]  # mean below 1,024
 LONG = [1290, 801]  # mean from 1,024
 EQUAL = [256, 256, 256]
@@ -66,121 +64,90 @@ class CapabilityCase:
         return str(self.case.npu.get("lowering", "tnd"))
 
 
-def _shape(
+def _case(
     name: str,
     lengths: list[int],
     attention: AttentionConfig,
+    *,
+    option: str = "lowering",
     kv_lengths: list[int] | None = None,
-    plan: tuple[str, int, dict[str, Any]] = ON_ONE_RANK,
+    algorithm: str = "ring",
+    ranks: int = 1,
+    condition: Condition | None = None,
     **npu: str,
-) -> OperatorCase:
-    return OperatorCase(name, lengths, attention, kv_lengths, plan, npu)
+) -> CapabilityCase:
+    """Return a case: `option` is what the row is about, `npu` the options that differ from the defaults."""
+    case = OperatorCase(name, lengths, attention, kv_lengths, (algorithm, ranks, {}), npu)
+    return CapabilityCase(option, npu.get(option, DEFAULTS[option]), case, condition or Condition())
 
 
-def _widths() -> list[CapabilityCase]:
-    rows = []
+def _widths() -> Iterator[CapabilityCase]:
     for width, width_v in ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128)):
-        heads = f"heads of {width}" + f" and {width_v}" * (width != width_v)
-        for mean, lengths in (("mean below 1,024", [301, 97, 333]), ("mean from 1,024", [1290, 801])):
-            case = _shape(f"{heads}, {mean}", lengths, AttentionConfig(1, head_dim=width, head_dim_v=width_v))
-            rows.append(CapabilityCase("lowering", "tnd", case, Condition(widths=[width, width_v])))
-    return rows
+        heads, condition = (
+            f"heads of {width}" + f" and {width_v}" * (width != width_v),
+            Condition(widths=[width, width_v]),
+        )
+        for mean, lengths in (("mean below 1,024", [301, 97, 333]), ("mean from 1,024", LONG)):
+            attention = AttentionConfig(1, head_dim=width, head_dim_v=width_v)
+            yield _case(f"{heads}, {mean}", lengths, attention, condition=condition)
 
 
 _PLAIN = AttentionConfig(2, 1, 64)
 _ONE_HEAD = AttentionConfig(1, head_dim=64)
+_TWO_HEADS = AttentionConfig(2, head_dim=128)
 _WIDE = AttentionConfig(2, 1, 128)
 _FULL = AttentionConfig(2, 1, 64, mask="full")
 _GROUP_OF_4 = AttentionConfig(4, 1, 128)
+_WINDOW = AttentionConfig(2, 1, 64, window=(37, 0))
 _ALIBI = AttentionConfig(2, 1, 64, alibi=True)
-_RING: tuple[str, int, dict[str, Any]] = ("ring", 3, {})
+_MASKS = {"lowering": "masks"}
+_GROUP: dict[str, Any] = {"condition": Condition(min_group=4)}
+_BAND: dict[str, Any] = {"condition": Condition(window=True)}
+_BITS: dict[str, Any] = {"condition": Condition(deterministic=True)}
+_STATISTICS: dict[str, Any] = {"option": "statistics"}
+_GAPS: dict[str, Any] = {"option": "key_gaps"}  # of the second document's keys, in one of the steps
+_SLOPES: dict[str, Any] = {"option": "alibi", "condition": Condition(alibi=True)}
 
-#: Shapes of each lowering by the attention that they concern.
-_LOWERINGS: list[tuple[Condition, list[OperatorCase]]] = [
-    (
-        Condition(),
-        [
-            _shape("equal lengths, D 128", EQUAL, AttentionConfig(2, head_dim=128)),
-            _shape("mean below 1,024", SHORT, _PLAIN),
-            _shape("mean from 1,024", LONG, _ONE_HEAD),
-            _shape("other keys than queries, mean below 1,024", [300, 133], _FULL, [201, 401]),
-            _shape("other keys than queries, mean from 1,024", [1100, 1000], _FULL, [1027, 1300]),
-            _shape("more than 8,192 rows", MANY, _PLAIN),
-            _shape("masks, rows that fit in one block", [29], _PLAIN, lowering="masks"),
-            _shape("masks, short", [301, 97], _PLAIN, lowering="masks"),
-            _shape("masks, from 1,024", MASKED, _ONE_HEAD, lowering="masks"),
-            _shape("masks, from 1,024, D 96", MASKED, AttentionConfig(1, head_dim=96), lowering="masks"),
-            _shape("masks, other keys than queries", [300, 133], _FULL, [201, 401], lowering="masks"),
-        ],
-    ),
-    (
-        Condition(min_group=4),
-        [
-            _shape("group of 4, D 128, mean below 1,024", SHORT, _GROUP_OF_4),
-            _shape("group of 4, D 128, mean from 1,024", LONG, _GROUP_OF_4),
-            _shape("group of 4, D 128, masks", [301, 97], _GROUP_OF_4, lowering="masks"),
-        ],
-    ),
-    (
-        Condition(window=True),
-        [
-            _shape("window, mean below 1,024", SHORT, AttentionConfig(2, 1, 64, window=(37, 0))),
-            _shape("window, mean from 1,024", LONG, AttentionConfig(1, head_dim=64, window=(400, 0))),
-            _shape("window, equal lengths", EQUAL, AttentionConfig(2, head_dim=128, window=(37, 0))),
-            _shape("window, masks", [301, 97], AttentionConfig(2, 1, 64, window=(37, 0)), lowering="masks"),
-        ],
-    ),
-    (
-        Condition(deterministic=True),
-        [
-            _shape("deterministic, rows below 1,024", SHORT, _PLAIN),
-            _shape("deterministic, rows from 1,024", LONG, _ONE_HEAD),
-            _shape("deterministic, rows from 1,024, other keys", [1100, 800], _FULL, [1027, 1100]),
-            _shape("deterministic, masks", MASKED, _ONE_HEAD, lowering="masks"),
-        ],
-    ),
-]
-
-_VARIANTS = [
-    ("statistics", "max_sum", _shape("ring of 3, (max, sum)", [601, 97], _PLAIN, plan=_RING)),
-    ("statistics", "lse", _shape("ring of 3, (lse, 1)", [601, 97], _PLAIN, plan=_RING, statistics="lse")),
-    ("statistics", "lse", _shape("(lse, 1), mean from 1,024", LONG, _ONE_HEAD, statistics="lse")),
-    ("statistics", "max_sum", _shape("ring of 3, masks, (max, sum)", [601, 97], _PLAIN, plan=_RING, lowering="masks")),
-    (
-        "statistics",
-        "lse",
-        _shape("ring of 3, masks, (lse, 1)", [601, 97], _PLAIN, plan=_RING, lowering="masks", statistics="lse"),
-    ),
-    # the second document's keys have a gap before them in one of the steps
-    ("key_gaps", "copied", _shape("ring of 3, keys copied", [601, 97], _WIDE, plan=_RING)),
-    ("key_gaps", "skipped", _shape("ring of 3, key gaps", [601, 97], _WIDE, plan=_RING, key_gaps="skipped")),
-    (
-        "key_gaps",
-        "skipped",
-        _shape("ring of 4, many key gaps", [301, 97, 200], _PLAIN, plan=("ring", 4, {}), key_gaps="skipped"),
-    ),
-]
-
-_ALIBI_VARIANTS = [
-    ("split", _shape("ALiBi, ring of 3, a call for each square", [603, 97], _ALIBI, plan=_RING)),
-    ("split", _shape("ALiBi, squares from 1,024", LONG, AttentionConfig(1, head_dim=64, alibi=True))),
-    ("shared", _shape("ALiBi, ring of 3, shared starts", [603, 97], _ALIBI, plan=_RING, alibi="shared")),
-    (
-        "shared",
-        _shape("ALiBi, 4 ranks, shared starts", [401, 297, 350], _ALIBI, plan=("all_gather", 4, {}), alibi="shared"),
-    ),
-]
-
+# fmt: off
 CAPABILITY_CASES: tuple[CapabilityCase, ...] = (
-    *(
-        CapabilityCase("lowering", str(case.npu.get("lowering", "tnd")), case, condition)
-        for condition, cases in _LOWERINGS
-        for case in cases
-    ),
+    _case("equal lengths, D 128", EQUAL, _TWO_HEADS),
+    _case("mean below 1,024", SHORT, _PLAIN),
+    _case("mean from 1,024", LONG, _ONE_HEAD),
+    _case("other keys than queries, mean below 1,024", [300, 133], _FULL, kv_lengths=[201, 401]),
+    _case("other keys than queries, mean from 1,024", [1100, 1000], _FULL, kv_lengths=[1027, 1300]),
+    _case("more than 8,192 rows", MANY, _PLAIN),
+    _case("masks, rows that fit in one block", [29], _PLAIN, **_MASKS),
+    _case("masks, short", [301, 97], _PLAIN, **_MASKS),
+    _case("masks, from 1,024", MASKED, _ONE_HEAD, **_MASKS),
+    _case("masks, from 1,024, D 96", MASKED, AttentionConfig(1, head_dim=96), **_MASKS),
+    _case("masks, other keys than queries", [300, 133], _FULL, kv_lengths=[201, 401], **_MASKS),
+    _case("group of 4, D 128, mean below 1,024", SHORT, _GROUP_OF_4, **_GROUP),
+    _case("group of 4, D 128, mean from 1,024", LONG, _GROUP_OF_4, **_GROUP),
+    _case("group of 4, D 128, masks", [301, 97], _GROUP_OF_4, **_GROUP, **_MASKS),
+    _case("window, mean below 1,024", SHORT, _WINDOW, **_BAND),
+    _case("window, mean from 1,024", LONG, AttentionConfig(1, head_dim=64, window=(400, 0)), **_BAND),
+    _case("window, equal lengths", EQUAL, AttentionConfig(2, head_dim=128, window=(37, 0)), **_BAND),
+    _case("window, masks", [301, 97], _WINDOW, **_BAND, **_MASKS),
+    _case("deterministic, rows below 1,024", SHORT, _PLAIN, **_BITS),
+    _case("deterministic, rows from 1,024", LONG, _ONE_HEAD, **_BITS),
+    _case("deterministic, rows from 1,024, other keys", [1100, 800], _FULL, kv_lengths=[1027, 1100], **_BITS),
+    _case("deterministic, masks", MASKED, _ONE_HEAD, **_BITS, **_MASKS),
     *_widths(),
-    *(CapabilityCase(option, variant, case) for option, variant, case in _VARIANTS),
-    *(CapabilityCase("alibi", variant, case, Condition(alibi=True)) for variant, case in _ALIBI_VARIANTS),
+    _case("ring of 3, (max, sum)", [601, 97], _PLAIN, ranks=3, **_STATISTICS),
+    _case("ring of 3, (lse, 1)", [601, 97], _PLAIN, ranks=3, **_STATISTICS, statistics="lse"),
+    _case("(lse, 1), mean from 1,024", LONG, _ONE_HEAD, **_STATISTICS, statistics="lse"),
+    _case("ring of 3, masks, (max, sum)", [601, 97], _PLAIN, ranks=3, **_STATISTICS, **_MASKS),
+    _case("ring of 3, masks, (lse, 1)", [601, 97], _PLAIN, ranks=3, **_STATISTICS, **_MASKS, statistics="lse"),
+    _case("ring of 3, keys copied", [601, 97], _WIDE, ranks=3, **_GAPS),
+    _case("ring of 3, key gaps", [601, 97], _WIDE, ranks=3, **_GAPS, key_gaps="skipped"),
+    _case("ring of 4, many key gaps", [301, 97, 200], _PLAIN, ranks=4, **_GAPS, key_gaps="skipped"),
+    _case("ALiBi, ring of 3, a call for each square", [603, 97], _ALIBI, ranks=3, **_SLOPES),
+    _case("ALiBi, squares from 1,024", LONG, AttentionConfig(1, head_dim=64, alibi=True), **_SLOPES),
+    _case("ALiBi, ring of 3, shared starts", [603, 97], _ALIBI, ranks=3, **_SLOPES, alibi="shared"),
+    _case("ALiBi, 4 ranks, shared starts", [401, 297, 350], _ALIBI, algorithm="all_gather", ranks=4, **_SLOPES,
+          alibi="shared"),
 )
+# fmt: on
 
 
 def capability_calls(

@@ -61,7 +61,7 @@ def read_launch(command: str) -> Launch:
         raise ConfigError(f"WORLD_SIZE is {ranks}, and one rank has no links; valid: 2 or more (--nproc-per-node 2)")
     if not 0 <= local_rank < per_node <= ranks or ranks % per_node or rank % per_node != local_rank:
         raise ConfigError(
-            f"rank {rank} of {ranks} is local rank {local_rank} of {per_node}; valid: the same number of ranks on every "
-            "node, numbered node by node"
+            f"rank {rank} of {ranks} is local rank {local_rank} of {per_node}; valid: the same number of ranks on "
+            "every node, numbered node by node"
         )
     return Launch(rank, ranks, local_rank, per_node)

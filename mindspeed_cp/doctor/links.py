@@ -1,4 +1,4 @@
-"""Speeds and soundness of links between ranks: rings of one machine's devices, pairs of ranks, and messages of many sizes.
+"""Speeds and soundness of links: rings of one machine's devices, pairs of ranks, and messages of many sizes.
 
 Messages use the transport of the engine (:class:`mindspeed_cp.comm.GroupTransport`): HCCL between NPUs, NCCL between
 GPUs, gloo between CPUs. `mindspeed-cp calibrate` fits a cluster to the messages of many sizes.
@@ -197,9 +197,7 @@ class LinkTimer:
         return Measurement("posting", self.maximum(min(seconds, default=0.0)), calls=POSTED_MESSAGES)
 
 
-def measure_links(
-    timer: LinkTimer, local_size: int, largest: Mapping[str, int] | None = None
-) -> list[Measurement]:
+def measure_links(timer: LinkTimer, local_size: int, largest: Mapping[str, int] | None = None) -> list[Measurement]:
     """Time messages of many sizes; every rank calls it.
 
     Args:
@@ -230,7 +228,9 @@ def measure_links(
         peers = [(rank + local_size) % (2 * local_size)] if rank < 2 * local_size else []
         measurements += timer.time_sizes("network", 0, local_size, most)
         measurements.append(timer.time_all("network_all", peers, most))
-    if timer.device.type == "cpu" and size > 1:  # beside a device the host is ahead, and its seconds are not the device's
+    if (
+        timer.device.type == "cpu" and size > 1
+    ):  # beside a device the host is ahead, and its seconds are not the device's
         measurements.append(timer.time_posting())
     return measurements
 
@@ -290,14 +290,11 @@ def ring_rows(answers: Mapping[int, Any], limit: float) -> list[dict[str, Any]]:
     if failure is not None:
         return [_failed_rings(len(answers), failure)]
     rows = []
-    for number, (case, _, _) in enumerate(answers[0]):
-        results = [answers[rank][number] for rank in sorted(answers) if number < len(answers[rank])]
-        wrong = [rank for rank, (_, is_right, _) in enumerate(results) if not is_right]
-        speeds = [speed for *_, speed in results if speed is not None]
-        error = f"ranks {', '.join(map(str, wrong))} got other data than was sent" if wrong else None
-        rows.append(
-            {"case": case, "ok": not wrong, "error": error, "gigabytes_per_second": min(speeds) if speeds else None}
-        )
+    for results in zip(*(answers[rank] for rank in sorted(answers)), strict=True):
+        wrong = [str(rank) for rank, (_, is_right, _) in enumerate(results) if not is_right]
+        speed = min((speed for *_, speed in results if speed is not None), default=None)
+        error = f"ranks {', '.join(wrong)} got other data than was sent" if wrong else None
+        rows.append({"case": results[0][0], "ok": not wrong, "error": error, "gigabytes_per_second": speed})
     return rows
 
 
@@ -328,7 +325,7 @@ def error_text(error: BaseException) -> str:
 def _run_local(
     function: Callable[..., Any], ranks: int, arguments: tuple[Any, ...], limit: float, grace: float
 ) -> dict[int, Any]:
-    """Run ranks of this machine, which may open as many files as it allows: with too few, libraries report time-outs."""
+    """Run ranks of this machine, if it lets them open enough files: with too few, libraries report time-outs."""
     check_open_files(ranks)
     return run_local_ranks(function, ranks, arguments, limit, grace)
 
@@ -387,12 +384,11 @@ def _run_ring(
 
     def step(number: int) -> None:
         sent, received = blocks[number % 2], blocks[(number + 1) % 2]
-        for pending in transport.post(
-            [
-                Transfer(sent, (rank + 1) % size, True, number, "block"),
-                Transfer(received, (rank - 1) % size, False, number, "block"),
-            ]
-        ):
+        transfers = [
+            Transfer(sent, (rank + 1) % size, True, number, "block"),
+            Transfer(received, (rank - 1) % size, False, number, "block"),
+        ]
+        for pending in transport.post(transfers):
             pending.wait()
 
     is_right = True

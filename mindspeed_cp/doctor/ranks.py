@@ -50,6 +50,7 @@ from mindspeed_cp.doctor.operator import DTYPES
 from mindspeed_cp.doctor.tables import print_tables
 from mindspeed_cp.errors import ConfigError, PeerError, PlanError
 from mindspeed_cp.layout import Documents
+from mindspeed_cp.ops.host_memory import keep_freed_memory
 from mindspeed_cp.plan import AttentionConfig, Topology
 from mindspeed_cp.simulate import simulate_plan
 
@@ -158,8 +159,8 @@ def check_ranks(
     """
     if kind not in DEFAULTS:
         raise ConfigError(
-            f"--device {kind}: is not measured over all ranks; valid under torchrun: auto, {', '.join(DEFAULTS)}; in one "
-            "process the doctor checks it"
+            f"--device {kind}: is not measured over all ranks; valid under torchrun: auto, {', '.join(DEFAULTS)}; in "
+            "one process the doctor checks it"
         )
     if tokens is not None and not LEAST_TOKENS_PER_RANK <= tokens <= MAX_TOKENS_PER_RANK:
         raise ConfigError(f"--tokens-per-rank {tokens}: valid: {LEAST_TOKENS_PER_RANK} to {MAX_TOKENS_PER_RANK:,}")
@@ -275,7 +276,7 @@ class RanksCheck:
                 "host": platform.node(), "device": device_name(device), "memory": device_memory(device),
                 **machine_status(),
                 "versions": versions(statuses, False) | (npu_versions() if self._kind == "npu" else {}),
-                "refused": [f"{row.package} {row.version}: {row.reason}" for row in statuses if row.status == "refused"],
+                "refused": [f"{x.package} {x.version}: {x.reason}" for x in statuses if x.status == "refused"],
                 "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(PREFIXES)},
             }  # fmt: skip
 
@@ -353,7 +354,7 @@ class RanksCheck:
         return self._collect("join", measure, seconds=60.0 + 3 * self._link_seconds)
 
     def _fit(self) -> bool:
-        """Measure messages of many sizes, as long as slow links allow, and fit the cluster to them and to the kernels."""
+        """Measure messages of many sizes, up to what slow links allow, and fit the cluster to them and to the kernels."""
 
         def largest(_: list[Any]) -> dict[str, int]:
             slowest = {kind: float("inf") for kind in ("in_node", "network")}
@@ -389,6 +390,7 @@ class RanksCheck:
         }  # fmt: skip
 
     def _algorithms(self) -> bool:
+        keep_freed_memory()  # as training does
         documents = Documents(uneven_lengths(self._tokens * self.launch.ranks))
         return all(self._algorithm(name, documents) for name in ALGORITHMS)
 
@@ -416,7 +418,12 @@ class RanksCheck:
             layer = LayerCost(0.0, width, bytes_per_element=DTYPES[self._dtype].itemsize)
             predicted = None if self._cluster is None else simulate_plan(plan, self._cluster, layer).total
             self.report["algorithms"].append(
-                {"algorithm": algorithm, "wrong": "; ".join(wrong[:3]) or None, "measured": seconds, "predicted": predicted}
+                {
+                    "algorithm": algorithm,
+                    "wrong": "; ".join(wrong[:3]) or None,
+                    "measured": seconds,
+                    "predicted": predicted,
+                }
             )
 
         return self._collect(f"algorithm {algorithm}", measure, judge)

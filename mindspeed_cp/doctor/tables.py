@@ -104,9 +104,7 @@ def cluster_tables(report: dict[str, Any]) -> list[Table]:
     return [*tables, Table("All at once, as measured", ("", "bytes/second"), tuple(rates))] if rates else tables
 
 
-def _by_type(
-    title: str, columns: Sequence[str], cells: Iterable[tuple[tuple[str, ...], str, str]]
-) -> Table:
+def _by_type(title: str, columns: Sequence[str], cells: Iterable[tuple[tuple[str, ...], str, str]]) -> Table:
     """Return a table with a row for each name and a column for each type, given (name, type, cell)."""
     rows: dict[tuple[str, ...], dict[str, str]] = {}
     for name, dtype, cell in cells:
