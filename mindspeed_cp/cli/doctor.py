@@ -64,6 +64,10 @@ def doctor(
 
     if find_spec("torch") is None:
         return _versions_alone(as_json)
+    if report is not None:
+        from mindspeed_cp.report.files import check_output_path
+
+        check_output_path("--report", report, (".json",))
     from mindspeed_cp.doctor.launch import is_launched, read_launch
 
     if is_launched():

@@ -51,6 +51,8 @@ def _algorithms(report: dict[str, Any]) -> Iterator[Finding]:
         yield BAD, f"{row['algorithm']}: {row['wrong']}"
     if runs and not wrong:
         yield GOOD, f"all {len(runs)} runs of algorithms agree with the fp64 reference"
+    if report["fit_error"] is not None:
+        yield WARNING, f"no cluster could be fitted, so nothing was simulated: {report['fit_error']}"
     errors = [abs(row["predicted"] / row["measured"] - 1) for row in runs if row["predicted"]]
     if errors:
         level = WARNING if mean(errors) > BADLY_PREDICTED else GOOD

@@ -312,8 +312,16 @@ def first_error(answers: Mapping[int, Any], silence: str = "") -> str | None:
         silence: words after "no answer".
     """
     errors = [f"rank {rank}: {answers[rank]}" for rank in sorted(answers) if isinstance(answers[rank], str)]
-    errors.sort(key=lambda text: (NO_ANSWER in text, SILENT in text, not any(cause in text for cause in _CAUSES)))
+    errors.sort(key=_distance_from_cause)
     return errors[0] + silence * errors[0].endswith(NO_ANSWER) if errors else None
+
+
+def _distance_from_cause(error: str) -> int:
+    """Return 0 for what keeps a rank from beginning, 1 for other errors, and more for waits in vain."""
+    if any(cause in error for cause in _CAUSES):
+        return 0
+    waits = (("timeout", "timed out", "Timed out"), (SILENT,), (NO_ANSWER,))
+    return max((2 + level for level, words in enumerate(waits) if any(word in error for word in words)), default=1)
 
 
 def error_text(error: BaseException) -> str:

@@ -1,177 +1,132 @@
-"""Sentences about figures that are made up: slow links, devices, wrong results, failures; and the page of them."""
+"""Sentences about figures that are made up: slow links, devices, wrong results, failures, facts that differ."""
 
 from __future__ import annotations
 
-import re
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from mindspeed_cp.cluster_check.html_parts import heat_html
-from mindspeed_cp.cluster_check.page import page
-from mindspeed_cp.cluster_check.results import CheckResults, layer_seconds, median_measurements
-from mindspeed_cp.cluster_check.supervisor import Failure
-from mindspeed_cp.cluster_check.verdict import findings, is_ok
-
-REQUEST = {"device": "cpu", "dtype": "fp32", "heads": 8, "head_dim": 64, "tokens_per_rank": 512}
+from mindspeed_cp.doctor.findings import BAD, GOOD, WARNING, findings, is_ok, rank_tables, ranks_text
 
 
 def link(
     kind: str, first: int, second: int, there: float = 1e9, back: float = 1e9, both: float = 1e9
 ) -> dict[str, Any]:
-    pair = {"pair": [first, second], "kind": kind, "bytes": 1 << 20, "latency": 1e-5}
-    return {**pair, "there": there, "back": back, "both": both}
+    return {"pair": [first, second], "kind": kind, "latency": 1e-5, "there": there, "back": back, "both": both}
 
 
-def algorithm(name: str, measured: float = 0.010, predicted: float | None = 0.009, **others: Any) -> dict[str, Any]:
+def facts(node: int) -> dict[str, Any]:
     return {
-        "batch": "one long document", "algorithm": name, "measured": measured, "predicted": predicted,
-        "predicted_attention": 0.008, "predicted_exposed": 0.001, "busy": {"compute": 0.008, "wait": 0.001},
-        "wrong": None, "queries": 64, "sent": [100, 200], **others,
-    }  # fmt: skip
-
-
-def facts(node: int, local: int, **others: Any) -> dict[str, Any]:
-    return {
-        "node": node, "local_rank": local, "host": f"h{node}", "device": "CPU", "memory": 1 << 34, "free": 1 << 33,
-        "memory_of": f"h{node}", "cores": 2, "threads": 1, "versions": {"torch": "2.13.0"}, "refused": [],
-        "environment": {"OMP_NUM_THREADS": "1"}, **others,
+        "host": f"h{node}", "device": "CPU", "memory": 1 << 34, "cores": 2, "threads": 1, "open_files": 1024,
+        "versions": {"torch": "2.13.0", "triton": None}, "refused": [], "environment": {"OMP_NUM_THREADS": "1"},
     }  # fmt: skip
 
 
 @pytest.fixture
-def results() -> CheckResults:
+def report() -> dict[str, Any]:
     """A healthy check of two nodes of two ranks."""
-    kernels = [
-        {"kind": kind, "seconds": 1e-3, "flops": 1e9, "short_side": 64.0, "calls": 2.0}
-        for kind in ("attention", "linear")
+    kernels = [{"kind": kind, "seconds": 1e-3, "flops": 1e9} for kind in ("attention", "linear")]
+    runs = [
+        {"algorithm": name, "measured": 0.010, "predicted": 0.009, "wrong": None} for name in ("ring", "all_gather")
     ]
-    overlap = {"partner": 0, "bytes": 100, "compute": 2.0, "send": 1.0, "receive": 1.0, "exchange": 1.0}
-    overlap |= {"compute+send": 2.0, "compute+receive": 2.0, "compute+exchange": 2.1}
-    return CheckResults(
-        REQUEST, 2, 2,
-        ranks=[facts(node, local) for node in range(2) for local in range(2)],
-        links=[link("in_node", 0, 1), link("in_node", 2, 3), link("network", 0, 2), link("network", 1, 3)],
-        together=[{"rank": r, "kind": "network_all", "sent": 100, "rate": 0.9e9} for r in range(4)],
-        forwarding=[
-            {"source": 0, "target": 2, "forwarded": f, "bytes": 100, "seconds": 1.0, "rate": 1e9 * (1 + f)}
-            for f in (False, True)
-        ],
-        kernels=dict.fromkeys(range(4), kernels),
-        overlap=[{"rank": r, **overlap} for r in range(4)],
-        batches={"one long document": [2048]},
-        algorithms=[algorithm("ring"), algorithm("direct")],
-        seconds={"links": 1.0},
-        finished=True,
-    )  # fmt: skip
+    return {
+        "nodes": 2, "ranks_per_node": 2, "ranks": [facts(0), facts(0), facts(1), facts(1)], "failures": [],
+        "operator": [{"checks": 27, "failed": []} for _ in range(4)], "kernels": [kernels] * 4, "cluster": None, "fit_error": None,
+        "links": [link("in_node", 0, 1), link("in_node", 2, 3), link("network", 0, 2), link("network", 1, 3)],
+        "algorithms": runs,
+    }  # fmt: skip
 
 
-def texts(results: CheckResults, level: str) -> list[str]:
-    return [finding.text for finding in findings(results) if finding.level == level]
+def texts(report: dict[str, Any], level: str) -> list[str]:
+    return [text for found_level, text in findings(report) if found_level == level]
 
 
-def test_a_healthy_cluster_has_nothing_but_good_news(results: CheckResults) -> None:
-    assert is_ok(results) and not texts(results, "bad") and not texts(results, "warning")
-    assert "all 2 runs of algorithms agree with the fp64 reference (128 sampled queries)" in texts(results, "good")
+def test_a_healthy_cluster_has_nothing_but_good_news(report: dict[str, Any]) -> None:
+    assert is_ok(report) and not texts(report, BAD) and not texts(report, WARNING)
+    assert "all 2 runs of algorithms agree with the fp64 reference" in texts(report, GOOD)
+    assert "all 108 checks of the operator agree with the fp64 reference" in texts(report, GOOD)
 
 
-def test_a_slow_direction_is_named_with_its_ends(results: CheckResults) -> None:
-    results.links[3] = link("network", 1, 3, back=2e8)
-    (text,) = texts(results, "warning")[:1]
+def test_a_slow_direction_is_named_with_its_ends(report: dict[str, Any]) -> None:
+    report["links"][3] = link("network", 1, 3, back=2e8)
+    (text,) = texts(report, WARNING)
     assert text == "link 3 to 1 (between nodes) carries 200 MB/s, 20% of the median"
-    assert is_ok(results)  # slow is not wrong
+    assert is_ok(report)  # slow is not wrong
+    (table,) = [table for table in rank_tables(report) if "between nodes" in table.title]
+    assert [row for row in table.rows if row[0] in "13"] == [("1", "", "", "", "1"), ("3", "", "0.2", "", "")]
 
 
-def test_a_rank_whose_links_are_all_slow_is_named_first(results: CheckResults) -> None:
+def test_a_rank_whose_links_are_all_slow_is_named_first(report: dict[str, Any]) -> None:
     pairs = [(a, b) for a in range(4) for b in range(a + 1, 4)]
-    results.links = [link("in_node", a, b, *([1e8] * 3 if 2 in (a, b) else [])) for a, b in pairs]
-    text = next(text for text in texts(results, "warning") if "look at its NIC" in text)
-    assert "6 of the slow directions begin or end at rank 2" in text
+    report["links"] = [link("in_node", a, b, *([1e8] * 3 if 2 in (a, b) else [])) for a, b in pairs]
+    assert "6 of the slow directions begin or end at rank 2: look at its NIC" in texts(report, WARNING)[0]
 
 
-def test_directions_that_hold_each_other_up(results: CheckResults) -> None:
-    results.links[0]["both"] = 5e8
-    assert any("1 of 2 links inside nodes are slower when both" in text for text in texts(results, "warning"))
+def test_directions_that_hold_each_other_up_are_a_note(report: dict[str, Any]) -> None:
+    report["links"][0]["both"] = 5e8
+    assert any("1 of 2 links inside nodes are slower when both" in text for text in texts(report, WARNING))
 
 
-def test_nics_that_are_slower_together(results: CheckResults) -> None:
-    for row in results.together[:2]:
-        row["rate"] = 4e8
-    assert [text for text in texts(results, "warning") if text.startswith("node ")] == [
-        "node 0: with all NICs at once 800 MB/s leave it, 40% of what its ranks reach alone"
+def test_a_slow_device_is_named(report: dict[str, Any]) -> None:
+    slow = [{**row, "seconds": 2 * row["seconds"]} for row in report["kernels"][0]]
+    report["kernels"] = [report["kernels"][0], slow, *report["kernels"][:2]]
+    assert "rank 1 computes attention at 50% of the median of all ranks" in texts(report, WARNING)
+
+
+def test_facts_that_differ_are_named_with_their_ranks(report: dict[str, Any]) -> None:
+    report["ranks"][3]["versions"] = {"torch": "2.12.0", "triton": None}
+    report["ranks"][2]["environment"] = {"OMP_NUM_THREADS": "1", "HCCL_BUFFSIZE": "100"}
+    report["ranks"][1]["threads"] = 2
+    assert texts(report, WARNING) == [
+        "ranks differ in threads: 1 (rank 0, 2 to 3); 2 (rank 1)",
+        "ranks differ in torch: 2.13.0 (rank 0 to 2); 2.12.0 (rank 3)",
+        "ranks differ in HCCL_BUFFSIZE: not set (rank 0 to 1, 3); 100 (rank 2)",
+    ]
+    assert ranks_text([0, 1, 2, 5, 7, 8]) == "0 to 2, 5, 7 to 8"
+
+
+def test_nodes_that_are_one_machine_or_split_are_a_note(report: dict[str, Any]) -> None:
+    report["ranks"][1]["host"] = "elsewhere"
+    assert "ranks of node 0 run on several machines" in texts(report, WARNING)
+    for row in report["ranks"]:
+        row["host"] = "one"
+    assert any("all nodes are one machine" in text for text in texts(report, WARNING))
+
+
+def test_a_version_that_is_too_old_is_bad(report: dict[str, Any]) -> None:
+    report["ranks"][2]["refused"] = ["torch 2.1: needs 2.7"]
+    assert texts(report, BAD) == ["rank 2: torch 2.1: needs 2.7"] and not is_ok(report)
+
+
+def test_times_that_the_simulator_does_not_expect_are_a_note(report: dict[str, Any]) -> None:
+    report["algorithms"][0]["predicted"] = 0.001
+    assert texts(report, WARNING) == [
+        "simulated times after the fit are off by 50% in the mean, 90% at worst, over 2 runs"
     ]
 
 
-def test_forwarding_that_gains_nothing(results: CheckResults) -> None:
-    results.forwarding[1]["rate"] = 1e9
-    assert any(
-        "1.00 times as fast as over one; hierarchical gains nothing" in text for text in texts(results, "warning")
-    )
+def test_a_fit_that_fails_is_a_note(report: dict[str, Any]) -> None:
+    report["fit_error"] = "in_node: no rate"
+    (text,) = texts(report, WARNING)
+    assert text.endswith("nothing was simulated: in_node: no rate") and is_ok(report)
 
 
-def test_a_slow_device(results: CheckResults) -> None:
-    results.kernels[3] = [{**row, "seconds": 2e-3} for row in results.kernels[3]]
-    assert "rank 3 computes attention at 50% of the median of all ranks" in texts(results, "warning")
-
-
-def test_messages_that_do_not_hide(results: CheckResults) -> None:
-    results.overlap[2]["compute+exchange"] = 3.0
-    assert "messages hide badly behind kernels: rank 2 0%" in texts(results, "warning")
-
-
-def test_ranks_that_differ(results: CheckResults) -> None:
-    results.ranks[1] = facts(0, 1, versions={"torch": "2.7.0"}, environment={}, host="other")
-    told = texts(results, "warning")
-    assert "ranks have different versions of torch: 2.13.0, 2.7.0" in told
-    assert "ranks have different values of OMP_NUM_THREADS: 1, not set" in told
-    assert "ranks of node 0 run on several machines" in told
-
-
-def test_a_simulator_that_is_off(results: CheckResults) -> None:
-    results.algorithms[0]["predicted"] = 0.002
-    assert any("off by 45% in the mean, 80% at worst, over 2 runs" in text for text in texts(results, "warning"))
-
-
-def test_wrong_results_and_failures_come_first_and_fail_the_check(results: CheckResults) -> None:
-    results.algorithms[1]["wrong"] = "the output of queries 3 to 5 differs"
-    assert not is_ok(results)
-    assert texts(results, "bad") == ["direct on one long document: the output of queries 3 to 5 differs"]
-    item = {"kind": "network", "pairs": [[1, 3]]}
-    failed = replace(results, failures=[Failure("links", item, {3: "no answer", 1: "no answer"})], algorithms=[])
-    assert not is_ok(failed) and findings(failed)[0].text == "links (1 - 3): rank 3: no answer"
-
-
-def test_the_page_has_all_that_was_measured_and_escapes_it(results: CheckResults) -> None:
-    results.failures.append(Failure("links", {"kind": "network", "pairs": [[1, 3]]}, {3: "<script>alert(1)</script>"}))
-    results.links.pop()
-    results.algorithms += [
-        {"batch": "one long document", "algorithm": "ulysses", "predicted": None, "refused": "8 heads & 3 ranks"},
-        {"batch": "one long document", "algorithm": "hybrid", "predicted": 0.1, "error": "rank 1: hung"},
+def test_failures_and_wrong_results_come_first_and_fail_the_check(report: dict[str, Any]) -> None:
+    report["algorithms"][1]["wrong"] = "rank 1: dk differs from fp64 by 1.0e+00, limit 1e-05"
+    failed = {"case": "full mask", "dtype": "bf16", "differences": {"dv": 0.5}, "error": None, "limit": 2e-2}
+    report["operator"][3]["failed"] = [failed, {**failed, "differences": {}, "error": "gave no result within 60 s"}]
+    report["failures"] = [{"stage": "links", "error": "1 - 3: rank 3: no answer"}]
+    assert not is_ok(report)
+    assert [text for _, text in findings(report)[:4]] == [
+        "links: 1 - 3: rank 3: no answer",
+        "rank 3: the operator on full mask (bf16): dv differs from fp64 by 5.0e-01, limit 2e-02",
+        "rank 3: the operator on full mask (bf16): gave no result within 60 s",
+        "all_gather: rank 1: dk differs from fp64 by 1.0e+00, limit 1e-05",
     ]
-    results.ranks[2] = None
-    text = page(results, {"one long document": b"\x89PNG"})
-    assert "<script" not in text and "&lt;script&gt;alert(1)" in text
-    assert "refused: 8 heads &amp; 3 ranks" in text and "FAILED: rank 1: hung" in text
-    assert "data:image/png;base64,iVBORw==" in text and "http" not in text
-    assert re.search(
-        r"<td class='left'>ring</td><td class=''>10.00</td><td class=''>9.00</td><td class=''>0.90</td>", text
-    )
-    assert "FAILED: gave no answer" in text and "Not finished" not in text
-    assert text.count("<td class='bad'>failed</td>") == len({"there", "both"}) * len({(1, 3), (3, 1)})
 
 
-def test_a_link_that_failed_is_told_from_one_of_another_kind() -> None:
-    cells = re.findall(r"<td[^>]*>([^<]*)</td>", heat_html("t", 2, {(0, 1): 5.0}, "GB/s", {(0, 1), (1, 0)}))
-    assert cells == ["", "5", "failed", ""]
-
-
-def test_a_page_of_nothing_is_a_page(results: CheckResults) -> None:
-    text = page(CheckResults(REQUEST, 2, 2), {})
-    assert "Not finished" in text and text.count("<section>") == 1
-
-
-def test_times_are_of_the_slowest_rank_and_kernels_of_the_middle_one() -> None:
-    assert layer_seconds({0: {"seconds": [1.0, 5.0, 2.0]}, 1: {"seconds": [3.0, 1.0, 1.0]}}) == 3.0
-    rows = {rank: [{"kind": "linear", "seconds": s, "flops": 2.0}] for rank, s in enumerate((1.0, 9.0, 2.0))}
-    assert median_measurements(rows) == [{"kind": "linear", "seconds": 2.0, "flops": 2.0}]
+def test_a_report_that_ended_early_has_the_tables_of_what_was_measured(report: dict[str, Any]) -> None:
+    report |= {"kernels": [], "links": [], "algorithms": [{"algorithm": "ulysses", "refused": "2 heads"}]}
+    tables = rank_tables(report)
+    assert [table.title.split(",")[0] for table in tables] == ["Ranks", "One layer of attention"]
+    assert tables[1].rows == (("ulysses", "-", "-", "refused: 2 heads"),)
