@@ -17,7 +17,7 @@ from mindspeed_cp.config.capabilities import capabilities_md
 from mindspeed_cp.config.reference import reference_yaml
 from mindspeed_cp.device.versions import versions_md
 from mindspeed_cp.report.plan import PlanSummary, summarize_plan
-from tools import cann_table, convert_table, glossary, habit_table, megatron_arguments, mindspeed_table, reliability
+from tools import cann_table, convert_table, glossary, megatron_arguments, mindspeed_table, reliability
 
 ROOT = Path(__file__).parent.parent
 OPTIONS_HEAD = "| algorithm | Megatron, MindSpeed | options (defaults) | use it for |\n|---|---|---|---|\n"
@@ -91,7 +91,7 @@ PAGES: dict[str, Callable[[str], str]] = {
     "README.zh.md": lambda page: readme_page(page, "、"),
     "configs/reference.yaml": lambda _: reference_yaml(),
     "docs/algorithms.md": algorithms_page,
-    "docs/ascend.md": lambda page: habit_table.rows_page(cann_table.rules_page(page)),
+    "docs/ascend.md": cann_table.rules_page,
     "docs/convert.md": lambda page: _with_rows(
         _with_rows(page, convert_table.FLAGS_HEAD, convert_table.flag_rows()),
         convert_table.ADDED_HEAD,

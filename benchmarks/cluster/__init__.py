@@ -20,7 +20,7 @@ layer   Forward and backward of one attention layer by the project's engine, wit
         show what a layout of its own for it (remap) is worth.
 
 Programs of their own on such a cluster: `python -m benchmarks.cluster.pool` (one pool of all ranks against static
-replicas, on 64 ranks) and `python -m benchmarks.cluster.doctor_day` (a rehearsal of `doctor --cluster`).
+replicas, on 64 ranks) and `python -m benchmarks.cluster.doctor_day` (a rehearsal of `doctor`).
 
 What is real: processes, plans, engine, messages, their bytes, NICs that fill up, waits. What is modelled: with
 --kernels modelled (the default) kernels sleep for the time that the cost model gives them (`modelled.py`), since

@@ -1,4 +1,4 @@
-"""`mindspeed-cp doctor --cluster` on the emulated cluster: its rehearsal, with NICs and faults that are known.
+"""`mindspeed-cp doctor` on the emulated cluster: its rehearsal, with NICs and faults that are known.
 
     python -m benchmarks.cluster.doctor_day FOLDER [--nodes 2] [--ranks-per-node 2] [--rate 100] [--link-rate 2000]
         [--slow-rank R] [--slow-rate 25] [--cut R S] [--cut-after TEXT] [-- OPTIONS OF DOCTOR]
@@ -39,7 +39,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--slow-rank", type=int, help="rank whose NIC is slow")
     parser.add_argument("--slow-rate", type=float, default=25.0, help="Mbit/s of the slow NIC")
     parser.add_argument("--cut", type=int, nargs=2, help="ranks between which packets vanish")
-    parser.add_argument("--cut-after", default="ranks:", help="text of the first rank after which they do")
+    parser.add_argument("--cut-after", default="facts:", help="text of the first rank after which they do")
     args = parser.parse_args(own)
     args.doctor = rest
     return args
@@ -80,7 +80,7 @@ def _rank_command(args: argparse.Namespace, shape: Shape) -> Callable[[int], lis
             "RANK": rank, "WORLD_SIZE": shape.ranks, "LOCAL_RANK": rank % shape.ranks_per_node,
             "LOCAL_WORLD_SIZE": shape.ranks_per_node, "MASTER_ADDR": shape.address(0), "MASTER_PORT": PORT,
         }  # fmt: skip
-        doctor = ["doctor", "--cluster", "--device", "cpu", "--folder", str(args.folder), *args.doctor]
+        doctor = ["doctor", "--device", "cpu", "--report", str(args.folder / "report.json"), *args.doctor]
         program = [sys.executable, "-m", "benchmarks.cluster.doctor_day", RANK, *doctor]
         return ["env", *(f"{name}={value}" for name, value in settings.items()), *program]
 

@@ -1,4 +1,4 @@
-"""`mindspeed-cp calibrate`: fit a cluster to this machine. `mindspeed_cp/calibrate` does the work."""
+"""`mindspeed-cp calibrate`: fit a cluster to this machine. `mindspeed_cp/doctor` does the work."""
 
 from __future__ import annotations
 
@@ -62,8 +62,7 @@ def calibrate(
     torchrun --nnodes 2 --nproc-per-node 8 ... -m mindspeed_cp calibrate OUT.yaml
     """
     options = {name: value for name, value in locals().items() if name != "as_json"}
-    from mindspeed_cp.calibrate.command import measure
-    from mindspeed_cp.calibrate.request import CalibrationRequest
+    from mindspeed_cp.doctor.calibrate import CalibrationRequest, run_calibration
 
-    measure(CalibrationRequest(**options), as_json=as_json)
+    run_calibration(CalibrationRequest(**options), as_json=as_json)
     return 0

@@ -20,7 +20,7 @@ from mindspeed_cp.schema.base import NonNegativeFloat, PositiveInt, Section
 from mindspeed_cp.schema.messages import bad_value
 
 #: Number of the format; another one is refused.
-PROFILE_FORMAT = 1
+PROFILE_FORMAT = 2
 
 #: How to make a file, for errors.
 REMEDY = "run `mindspeed-cp doctor --device npu --npu-profile {}` on this machine again"
@@ -54,7 +54,6 @@ class ProfileRow(Section):
         lowering: npu_lowering of the row's calls.
         dtype: type of queries, keys and values.
         condition: the attention that the row concerns.
-        templates: kernel templates that CANN's public sources take for the row's calls.
         differences: largest difference to fp64 of out, lse, dq, dk and dv, relative to the largest value of the
             reference or 1; null: not finite.
         limit: largest difference that passes.
@@ -69,7 +68,6 @@ class ProfileRow(Section):
     lowering: Literal["tnd", "masks"]
     dtype: DtypeName
     condition: Condition
-    templates: list[str]
     differences: dict[str, NonNegativeFloat | None]
     limit: NonNegativeFloat
     seconds: NonNegativeFloat | None
@@ -98,7 +96,7 @@ class NpuProfile(Section):
         rows: results.
     """
 
-    format: Literal[1]
+    format: Literal[2]
     device: str
     torch_npu: str
     cann: str | None

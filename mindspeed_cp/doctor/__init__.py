@@ -1,7 +1,13 @@
-"""`mindspeed-cp doctor`: lists versions and devices of this machine, and checks its attention operators.
+"""`mindspeed-cp doctor` and `mindspeed-cp calibrate`: check and measure a machine, or all ranks that torchrun started.
 
-The numeric check runs the operator forward and backward on packed batches of irregular lengths and compares the results
-with dense attention in fp64.
+one machine    run_checks    machine.py            versions, devices
+                             operator.py, fused.py  operators against fp64 (reference.py), in a process that may
+                                                    hang or crash (guarded.py)
+                             kernel_capability.py   the rows that make the profile of an NPU
+                             links.py               rings of the machine's devices
+all ranks      ranks.py      the same facts and operators on every rank, links, and algorithms (algorithm_run.py)
+                             beside the simulator; findings.py says what the figures mean
+a preset       calibrate.py  kernel_timing.py and links.py, fitted by mindspeed_cp/cluster
 """
 
 from __future__ import annotations
@@ -9,36 +15,55 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
-from mindspeed_cp.device.select import load_npu
+from mindspeed_cp.device.npu_profile import NpuProfile
+from mindspeed_cp.device.select import load_npu, npu_identity
 from mindspeed_cp.device.versions import version_report
-from mindspeed_cp.doctor.cuda_kernels import kernel_table
-from mindspeed_cp.doctor.exposure import exposure
 from mindspeed_cp.doctor.fused import check_fused_operators
-from mindspeed_cp.doctor.habit_cases import HABIT_CASES, HabitCase
+from mindspeed_cp.doctor.guarded import ROW_SECONDS, Failure, GuardedCall, run_guarded
+from mindspeed_cp.doctor.kernel_capability import (
+    CAPABILITY_CASES,
+    CapabilityCase,
+    capability_calls,
+    make_profile,
+    profile_row,
+)
 from mindspeed_cp.doctor.links import check_links
-from mindspeed_cp.doctor.machine import DEVICES, backend_status, device_status, machine_status, requirements, versions
-from mindspeed_cp.doctor.npu_rows import check_npu
-from mindspeed_cp.doctor.operator import LONG_CASES, MAX_DIFFERENCE, SHORT_CASES, applies, check
-from mindspeed_cp.doctor.tables import report_tables
+from mindspeed_cp.doctor.machine import (
+    DEVICES,
+    backend_status,
+    device_status,
+    machine_status,
+    rank_device,
+    requirements,
+    versions,
+)
+from mindspeed_cp.doctor.operator import (
+    LONG_CASES,
+    MAX_DIFFERENCE,
+    SHORT_CASES,
+    OperatorCase,
+    applies,
+    check,
+    failed_check,
+)
+from mindspeed_cp.doctor.tables import print_tables, report_tables
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.report.text import print_tables
 
-__all__ = ["LONG_CASES", "MAX_DIFFERENCE", "SHORT_CASES", "run_checks", "write_report"]
-
-LINK_MEGABYTES = 64
+__all__ = ["LONG_CASES", "MAX_DIFFERENCE", "SHORT_CASES", "check_operator", "run_checks", "write_report"]
 
 
 def run_checks(
     kind: str = "auto",
     seed: int = 0,
-    link_megabytes: int = LINK_MEGABYTES,
+    link_megabytes: int = 64,
     link_seconds: float | None = None,
     row_seconds: float | None = None,
-    habits: Sequence[HabitCase] = HABIT_CASES,
+    capabilities: Sequence[CapabilityCase] = CAPABILITY_CASES,
 ) -> dict[str, Any]:
     """Inspect the machine and check the operators of its devices.
 
@@ -47,14 +72,14 @@ def run_checks(
         seed: seed of the random inputs.
         link_megabytes: size of a message between NPUs in the speed measurement.
         link_seconds: time limit for the links; None: depends on the number of NPUs.
-        row_seconds: time limit for a check of an NPU; None: ROW_SECONDS.
-        habits: rows of the profile of an NPU.
+        row_seconds: time limit for a check of an NPU or GPU; None: ROW_SECONDS.
+        capabilities: rows of the profile of an NPU.
 
     Returns:
         {"ok", "requirements", "versions", "version_status", "machine", "devices", "backends", "communication",
-        "network", "kernels", "checks", "npu_profile", "fused_operators", "links"}, plain data. "npu_profile" is the
-        content of an NpuProfile, None without an NPU. "ok" is True if at least one backend runs, no check and no row of
-        the profile exceeds its limit, all links work and no version is too old.
+        "checks", "npu_profile", "fused_operators", "links"}, plain data. "npu_profile" is the content of an NpuProfile,
+        None without an NPU. "ok" is True if at least one backend runs, no check and no row of the profile exceeds its
+        limit, all links work and no version is too old.
 
     Raises:
         ConfigError: the requested device cannot be used; names the cause and the remedy.
@@ -71,23 +96,18 @@ def run_checks(
     requirement_rows = requirements() if "npu" in checked else []
     if not all(row["ok"] for row in requirement_rows):  # the checks take minutes, and every operator call would fail
         checked.remove("npu")
-    cases = {
-        name: [
-            (dtype, case)
-            for case in (*SHORT_CASES, *(LONG_CASES if name != "cpu" else ()))
-            for dtype in MAX_DIFFERENCE  # one reference serves all
-            if (dtype != "fp16" or case.plan is None) and applies(name, dtype, case)  # plans do not depend on the type
-        ]
-        for name in checked
-    }
-    checks, profile = check_npu(cases.pop("npu"), seed, row_seconds, habits) if "npu" in checked else ([], None)
-    checks += [check(name, dtype, case, seed) for name in cases for dtype, case in cases[name]]
-    profile_rows = [] if profile is None else profile.model_dump()["rows"]
+    checks: list[dict[str, Any]] = []
+    profile: NpuProfile | None = None
+    for name in checked:
+        cases = (*SHORT_CASES, *(LONG_CASES if name != "cpu" else ()))
+        rows, profile_of_device = check_operator(name, cases, seed, row_seconds, capabilities)
+        checks, profile = checks + rows, profile_of_device or profile
     fused = check_fused_operators(seed) if "npu" in checked else []
-    links = check_links(devices["npu"]["count"], link_megabytes, link_seconds) if "npu" in checked else []
+    links = check_links("npu", devices["npu"]["count"], link_megabytes, link_seconds) if "npu" in checked else []
     statuses = version_report()
     refused = [status for status in statuses if status.status == "refused"]
-    rows = (*checks, *profile_rows, *fused, *links, *requirement_rows)
+    profile_content = None if profile is None else profile.model_dump()
+    rows = [*checks, *(profile_content or {"rows": []})["rows"], *fused, *links, *requirement_rows]
     return {
         "ok": bool(checks) and not refused and all(row["ok"] for row in rows),
         "requirements": requirement_rows,
@@ -101,13 +121,56 @@ def run_checks(
             "nccl": dist.is_available() and dist.is_nccl_available(),
             "hccl": devices["npu"]["count"] > 0,
         },
-        "network": exposure(),
-        "kernels": kernel_table() if "cuda" in checked else [],
         "checks": checks,
-        "npu_profile": None if profile is None else profile.model_dump(),
+        "npu_profile": profile_content,
         "fused_operators": fused,
         "links": links,
     }
+
+
+def check_operator(
+    kind: str,
+    cases: Sequence[OperatorCase],
+    seed: int = 0,
+    row_seconds: float | None = None,
+    capabilities: Sequence[CapabilityCase] = (),
+    local_rank: int = 0,
+) -> tuple[list[dict[str, Any]], NpuProfile | None]:
+    """Check the operator of a device in every type, and of an NPU the rows of its profile.
+
+    On NPUs and GPUs the calls are made in a process of their own: one that raises, hangs or crashes is a failed row.
+
+    Args:
+        kind: "cpu", "npu" or "cuda".
+        cases: cases of the operator; those that the device does not have are left out.
+        seed: seed of the inputs.
+        row_seconds: limit of a row; None: ROW_SECONDS.
+        capabilities: rows of the profile; empty: no profile.
+        local_rank: number of the device.
+
+    Returns:
+        The rows of :func:`mindspeed_cp.doctor.operator.check`, and the profile of an NPU.
+    """
+    typed = [
+        (dtype, case)
+        for case in cases
+        for dtype in MAX_DIFFERENCE  # one reference serves all
+        if (dtype != "fp16" or case.plan is None) and applies(kind, dtype, case)  # plans do not depend on the type
+    ]
+    if kind == "cpu":
+        return [check(kind, dtype, case, seed) for dtype, case in typed], None
+    rows = capability_calls(seed, capabilities) if kind == "npu" else []
+    calls = [GuardedCall(check, (kind, dtype, case, seed), case.name) for dtype, case in typed]
+    limit = ROW_SECONDS if row_seconds is None else row_seconds
+    results = run_guarded([*calls, *(call for *_, call in rows)], partial(rank_device, kind, local_rank), limit)
+    checks = [
+        failed_check(kind, dtype, case, result.error) if isinstance(result, Failure) else result
+        for (dtype, case), result in zip(typed, results, strict=False)
+    ]
+    if not rows:
+        return checks, None
+    measured = zip(rows, results[len(typed) :], strict=True)
+    return checks, make_profile([profile_row(case, dtype, row) for (case, dtype, _), row in measured], npu_identity())
 
 
 def write_report(report: dict[str, Any], *, as_json: bool) -> None:
@@ -116,34 +179,39 @@ def write_report(report: dict[str, Any], *, as_json: bool) -> None:
         print(json.dumps(report))
         return
     print_tables(report_tables(report))
+    for line in report_lines(report):
+        print(line)
+
+
+def report_lines(report: dict[str, Any]) -> list[str]:
+    """Return what a report comes to: what failed, or that all is well."""
+    lines = []
     for row in report["requirements"]:
         if not row["ok"]:
-            print(f"FAILED: {row['error']}; nothing was run on the NPUs")
+            lines.append(f"FAILED: {row['error']}; nothing was run on the NPUs")
         elif "note" in row:
-            print(f"note: {row['note']}")
+            lines.append(f"note: {row['note']}")
     for row in report["version_status"]:
         if row["status"] == "refused":
-            print(f"FAILED: {row['package']} is {row['version']}: {row['reason']}")
-    if report["network"]["note"]:
-        print(f"note: {report['network']['note']}")
-    failed = sum(not check["ok"] for check in report["checks"])
+            lines.append(f"FAILED: {row['package']} is {row['version']}: {row['reason']}")
+    failed = sum(not row["ok"] for row in report["checks"])
     total = len(report["checks"])
-    profile = report.get("npu_profile") or {"rows": []}
-    failed_links = [row["case"] for row in report["links"] if not row["ok"]]
+    profile = report["npu_profile"] or {"rows": []}
     if report["ok"]:
         links = f"; all {len(report['links'])} rings of this machine's NPUs work" if report["links"] else ""
         rows = f"; so do all {len(profile['rows'])} rows of the npu backend's variants" if profile["rows"] else ""
-        print(f"ok: all {total} checks of the attention operator agree with the fp64 reference{rows}{links}")
+        lines.append(f"ok: all {total} checks of the attention operator agree with the fp64 reference{rows}{links}")
     elif failed:
-        print(f"FAILED: {failed} of {total} checks of the attention operator differ from the fp64 reference")
+        lines.append(f"FAILED: {failed} of {total} checks of the attention operator differ from the fp64 reference")
     elif not total and all(row["ok"] for row in report["requirements"]):
-        print("FAILED: no backend of the attention operator runs here")
-    failed_rows = list(dict.fromkeys(row["name"] for row in profile["rows"] if not row["ok"]))
-    if failed_rows:
-        names = ", ".join(failed_rows[:6]) + f" and {len(failed_rows) - 6} more" * (len(failed_rows) > 6)
-        print(f"FAILED: {names}; train with the npu_profile of this device, which takes what passed (--npu-profile)")
-    failed_fused = [f"{row['operator']} ({row['dtype']})" for row in report.get("fused_operators", ()) if not row["ok"]]
-    if failed_fused:
-        print(f"FAILED: {', '.join(failed_fused)}; train with train.fused_operators: false")
-    if failed_links:
-        print(f"FAILED: {', '.join(failed_links)}")
+        lines.append("FAILED: no backend of the attention operator runs here")
+    names = list(dict.fromkeys(row["name"] for row in profile["rows"] if not row["ok"]))
+    if names:
+        text = ", ".join(names[:6]) + f" and {len(names) - 6} more" * (len(names) > 6)
+        remedy = "train with the npu_profile of this device, which takes what passed (--npu-profile)"
+        lines.append(f"FAILED: {text}; {remedy}")
+    fused = [f"{row['operator']} ({row['dtype']})" for row in report["fused_operators"] if not row["ok"]]
+    if fused:
+        lines.append(f"FAILED: {', '.join(fused)}; train with train.fused_operators: false")
+    links = [row["case"] for row in report["links"] if not row["ok"]]
+    return [*lines, f"FAILED: {', '.join(links)}"] if links else lines

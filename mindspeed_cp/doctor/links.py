@@ -1,15 +1,16 @@
-"""Links between the NPUs of this machine: rings over HCCL, and their speed.
+"""Speeds and soundness of links: rings of one machine's devices, pairs of ranks, and messages of many sizes.
 
-One process runs for each NPU. Every ring runs twice, with one coalesced launch per step and over directional groups:
-with all NPUs, and, if their number is even and above 3, also with one fewer, since odd rings have hung with other
-pairings. Two NPUs allow no odd ring, and no ring reaches another machine.
+Messages use the transport of the engine (:class:`mindspeed_cp.comm.GroupTransport`): HCCL between NPUs, NCCL between
+GPUs, gloo between CPUs. `mindspeed-cp calibrate` fits a cluster to the messages of many sizes.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,33 +18,250 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_cp.algorithms import build_plan
+from mindspeed_cp.cluster.measurements import Measurement
 from mindspeed_cp.comm import GroupTransport, Transfer, close_directional_groups, open_directional_groups, warm_up
 from mindspeed_cp.comm.local_ranks import NO_ANSWER, run_local_ranks
+from mindspeed_cp.device.open_files import check_open_files, raise_limit
 from mindspeed_cp.device.select import set_hccl_timeouts
+from mindspeed_cp.doctor.machine import GROUP_LIBRARIES, rank_device, synchronize
+from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig, Topology
 
 #: Default time limit of all rings. The first communicators of a machine take long.
-BASE_SECONDS, SECONDS_PER_NPU = 120.0, 15.0
-
+BASE_SECONDS, SECONDS_PER_DEVICE = 120.0, 15.0
 ERROR_GRACE_SECONDS = 5.0  # for other ranks, after one has failed
-NO_ODD_RING = " (no odd ring: that takes 3 NPUs)"
+NO_ODD_RING = " (no odd ring: that takes 3 devices)"
 TIMED_ROUNDS = 5
+
+SIZES = tuple(1 << power for power in range(10, 25, 2))  # bytes of a message for the fit: 1 KiB to 16 MiB
+BYTES_TO_EACH_PEER = 1 << 23  # when all ranks send at once
+BYTES_OF_A_SIZE = 1 << 26  # sent in total for each size, about
+POSTED_MESSAGES, ROUNDS_OF_POSTING = 8, 20
+TIMEOUT = 90.0  # seconds to wait for a rank
+
+PROBE_BYTES, PAIR_SECONDS, PAIR_ROUNDS = 1 << 16, 0.1, 4  # of a message between a pair
+
+#: Text of a wait in vain, whose cause is another rank.
+SILENT = "a rank is gone or silent"
+
+#: Texts by which a rank says that it could not begin, while others wait for it in vain.
+_CAUSES = ("Too many open files", "can't start new thread", "No space left")
 
 #: Name of a ring, True if all data arrived, and GB/s; None on ranks outside the ring.
 RingResult = tuple[str, bool, float | None]
 
 
-def links_time_limit(devices: int) -> float:
-    """Return the default time limit in seconds for the rings of a number of NPUs."""
-    return BASE_SECONDS + SECONDS_PER_NPU * devices
+def join_process_group(device: torch.device, seconds: float, **arguments: Any) -> None:
+    """Join the default process group: that of the environment, or one given by `init_method` or `store`, `rank` and
+    `world_size`."""
+    if device.type == "npu":
+        set_hccl_timeouts(seconds)
+    dist.init_process_group(GROUP_LIBRARIES[device.type], timeout=timedelta(seconds=seconds), **arguments)
 
 
-def check_links(devices: int, megabytes: int = 64, seconds: float | None = None) -> list[dict[str, Any]]:
-    """Run rings over the NPUs of this machine.
+class LinkTimer:
+    """Times messages among the ranks of the default process group; every rank makes one at the same time.
 
     Args:
-        devices: number of NPUs; one has no links.
+        device: device of this rank.
+        seconds: limit of a wait.
+
+    Attributes:
+        rank, size: number of this rank, and of all.
+    """
+
+    def __init__(self, device: torch.device, seconds: float = TIMEOUT) -> None:
+        self.device, self.rank, self.size = device, dist.get_rank(), dist.get_world_size()
+        ring = build_plan(Documents([4 * self.size]), Topology(1, self.size), AttentionConfig(1), "ring")
+        warm_up(ring, None, device)
+        self.transport = GroupTransport(None, seconds, device)
+
+    def buffer(self, size: int) -> torch.Tensor:
+        """Return zeros of some bytes on the device."""
+        return torch.zeros(size, dtype=torch.uint8, device=self.device)
+
+    def transfer(self, transfers: Sequence[Transfer]) -> None:
+        """Post transfers and wait for them."""
+        for pending in self.transport.post(transfers):
+            pending.wait()
+
+    def exchange(self, label: str, targets: Sequence[int], sources: Sequence[int], size: int) -> Callable[[], None]:
+        """Return a run that sends so many bytes to each target while it receives as many from each source."""
+        sent, received = self.buffer(size), [self.buffer(size) for _ in sources]
+
+        def run() -> None:
+            receives = [Transfer(data, peer, False, 0, label) for peer, data in zip(sources, received, strict=True)]
+            self.transfer([*(Transfer(sent, peer, True, 0, label) for peer in targets), *receives])
+
+        return run
+
+    def maximum(self, value: float) -> float:
+        """Return the maximum of a number over all ranks; also a barrier.
+
+        Raises:
+            PeerError: a rank died or did not answer.
+        """
+        number = torch.tensor([value], dtype=torch.float64)
+        try:
+            dist.all_reduce(number, dist.ReduceOp.MAX)
+        except RuntimeError as error:
+            raise PeerError(f"{SILENT} ({' '.join(str(error).split())[:160]})") from error
+        return float(number.item())
+
+    def seconds(self, run: Callable[[], None] | None, repeats: int = 1) -> float:
+        """Return the seconds of so many runs on this rank, from a barrier until the device is done; None: only wait."""
+        synchronize(self.device)
+        self.maximum(0.0)
+        start = time.perf_counter()
+        for _ in range(repeats if run is not None else 0):
+            if run is not None:
+                run()
+        synchronize(self.device)
+        return time.perf_counter() - start if run is not None else 0.0
+
+    def slowest(self, run: Callable[[], None] | None, repeats: int = 1, rounds: int = 3) -> float:
+        """Return the seconds of one run on the slowest rank, the least over rounds of `repeats` runs; one more round
+        before them connects."""
+        self.maximum(self.seconds(run, repeats))
+        return min(self.maximum(self.seconds(run, repeats)) for _ in range(rounds)) / repeats
+
+    def time_pair(self, most: int) -> dict[str, float]:
+        """Time the link of two ranks, which are the whole group: there alone, back alone, both at once.
+
+        Args:
+            most: bytes of the largest message.
+
+        Returns:
+            {"latency" in seconds, "bytes", "there", "back", "both": bytes a second, each way}; the same on both.
+        """
+        first, peer, label = self.rank == 0, 1 - self.rank, "the link between two ranks"
+
+        def one_way(forward: bool, size: int) -> Callable[[], None]:
+            sends = first == forward
+            return self.exchange(label, [peer] if sends else [], [] if sends else [peer], size)
+
+        latency = self._round_trip(0, 1, 8, label, 16) / 2
+        probe = max(self.slowest(one_way(True, PROBE_BYTES)) - latency, 1e-7)
+        size = int(min(max(PROBE_BYTES, PROBE_BYTES * PAIR_SECONDS / probe), most))
+        rates = {"latency": latency, "bytes": float(size)}
+        for name, run in (
+            ("there", one_way(True, size)),
+            ("back", one_way(False, size)),
+            ("both", self.exchange(label, [peer], [peer], size)),
+        ):
+            seconds = self.slowest(run, rounds=PAIR_ROUNDS)
+            rates[name] = size / max(seconds - latency, seconds / 2)
+        return rates
+
+    def _round_trip(self, first: int, second: int, size: int, label: str, repeats: int) -> float:
+        """Return the seconds of a message from one rank to another and back while the others wait."""
+        data = self.buffer(size)
+
+        def run() -> None:
+            peer = second if self.rank == first else first
+            for sends in (True, False) if self.rank == first else (False, True):
+                self.transfer([Transfer(data, peer, sends, 0, label)])
+
+        return self.slowest(run if self.rank in (first, second) else None, repeats)
+
+    def time_sizes(self, kind: str, first: int, second: int, largest: int) -> list[Measurement]:
+        """Time messages of many sizes between two ranks; a message takes half of a round trip."""
+        measurements = []
+        for size in (size for size in SIZES if size <= largest):
+            repeats = max(4, min(200, BYTES_OF_A_SIZE * largest // SIZES[-1] // size // 8))
+            seconds = self._round_trip(first, second, size, kind, repeats) / 2
+            measurements.append(Measurement(kind, seconds, bytes=size))
+        return measurements
+
+    def time_all(self, kind: str, peers: Sequence[int], largest: int) -> Measurement:
+        """Time an exchange in which every rank sends to all its peers at once, and receives as much from each."""
+        size = min(BYTES_TO_EACH_PEER, largest)
+        seconds = self.slowest(self.exchange(kind, peers, peers, size) if peers else None, repeats=4)
+        return Measurement(kind, seconds, bytes=size * self.maximum(len(peers)))
+
+    def time_posting(self) -> Measurement:
+        """Time the posting of messages of two tensors, as keys and values are, half of them sends, on the first two
+        ranks."""
+        seconds = []
+        for _ in range(ROUNDS_OF_POSTING if self.rank < 2 else 0):
+            data = [torch.zeros(64, dtype=torch.uint8) for _ in range(2 * POSTED_MESSAGES)]
+            transfers = [
+                Transfer(x, 1 - self.rank, i % 4 < 2, i // 4 * 2 + i % 2, "posting") for i, x in enumerate(data)
+            ]
+            start = time.perf_counter()
+            pending = self.transport.post(transfers)
+            seconds.append(time.perf_counter() - start)
+            for each in pending:
+                each.wait()
+        return Measurement("posting", self.maximum(min(seconds, default=0.0)), calls=POSTED_MESSAGES)
+
+
+def measure_links(timer: LinkTimer, local_size: int, largest: Mapping[str, int] | None = None) -> list[Measurement]:
+    """Time messages of many sizes; every rank calls it.
+
+    Args:
+        timer: of the default process group.
+        local_size: ranks of each node; ranks are numbered node by node.
+        largest: bytes of the largest message of "in_node" and of "network"; None: 16 MiB, which take minutes over slow
+            links.
+
+    Returns:
+        Measurements of "in_node" and "in_node_all" if a node has several ranks, of "network" and "network_all" if there
+        are several nodes, and of "posting" between CPUs; the same on every rank.
+
+    Raises:
+        PeerError: a rank died or did not answer.
+        ConfigError: the ranks do not make whole nodes.
+    """
+    rank, size, largest = timer.rank, timer.size, largest or {}
+    if size % local_size:
+        raise ConfigError(f"{size} ranks do not make whole nodes of {local_size}; start as many on every node")
+    measurements: list[Measurement] = []
+    if local_size > 1:
+        most = largest.get("in_node", SIZES[-1])
+        peers = [peer for peer in range(local_size) if peer != rank] if rank < local_size else []
+        measurements += timer.time_sizes("in_node", 0, 1, most)
+        measurements.append(timer.time_all("in_node_all", peers, most))
+    if size > local_size:
+        most = largest.get("network", SIZES[-1])
+        peers = [(rank + local_size) % (2 * local_size)] if rank < 2 * local_size else []
+        measurements += timer.time_sizes("network", 0, local_size, most)
+        measurements.append(timer.time_all("network_all", peers, most))
+    if (
+        timer.device.type == "cpu" and size > 1
+    ):  # beside a device the host is ahead, and its seconds are not the device's
+        measurements.append(timer.time_posting())
+    return measurements
+
+
+def measure_local_links(kind: str, ranks: int) -> list[Measurement]:
+    """Start ranks on this machine, one process each, and time messages between them.
+
+    Args:
+        kind: "cpu", "npu" or "cuda"; each rank has a device of its own.
+        ranks: 2 or more.
+
+    Raises:
+        ConfigError: the machine does not let a rank open enough files.
+        PeerError: a rank failed; names it and its error.
+    """
+    answers = _run_local(_measure_rank, ranks, (kind,), 2 * TIMEOUT, grace=0.0)
+    error = first_error(answers, f" within {2 * TIMEOUT:g} s")
+    if error is not None:
+        raise PeerError(f"calibrate: {error}")
+    return list(answers[0])
+
+
+def check_links(kind: str, devices: int, megabytes: int = 64, seconds: float | None = None) -> list[dict[str, Any]]:
+    """Run rings over the devices of this machine, with one process for each.
+
+    Every ring runs twice, with one coalesced launch per step and over directional groups: with all devices, and, if
+    their number is even and above 3, also with one fewer, since odd rings have hung with other pairings.
+
+    Args:
+        kind: "npu" or "cuda".
+        devices: number of devices; one has no links.
         megabytes: size of a message in the speed measurement.
         seconds: time limit of all rings; None: :func:`links_time_limit`.
 
@@ -54,50 +272,95 @@ def check_links(devices: int, megabytes: int = 64, seconds: float | None = None)
     if devices < 2:
         return []
     limit = links_time_limit(devices) if seconds is None else seconds
-    return _ring_rows(run_local_ranks(_run_rank, devices, (megabytes, limit), limit, ERROR_GRACE_SECONDS), limit)
+    try:
+        answers = _run_local(_ring_rank, devices, (kind, megabytes, limit), limit, ERROR_GRACE_SECONDS)
+    except ConfigError as error:
+        return [_failed_rings(devices, str(error))]
+    return ring_rows(answers, limit)
 
 
-def _ring_rows(answers: Mapping[int, Any], limit: float) -> list[dict[str, Any]]:
+def links_time_limit(devices: int) -> float:
+    """Return the default time limit in seconds for the rings of a number of devices."""
+    return BASE_SECONDS + SECONDS_PER_DEVICE * devices
+
+
+def ring_rows(answers: Mapping[int, Any], limit: float) -> list[dict[str, Any]]:
     """Return the rows of the report from the answers of all ranks: lists of RingResult, or the text of an error."""
-    errors = [f"rank {rank}: {answers[rank]}" for rank in sorted(answers) if isinstance(answers[rank], str)]
-    errors.sort(key=lambda text: NO_ANSWER in text)  # a rank without an answer may have waited for one that failed
-    if errors:
-        if errors[0].endswith(NO_ANSWER):
-            errors[0] += f" within {limit:g} s (--link-seconds)"
-        return [
-            {"case": f"rings of {len(answers)} NPUs", "ok": False, "error": errors[0], "gigabytes_per_second": None}
-        ]
+    failure = first_error(answers, f" within {limit:g} s (--link-seconds)")
+    if failure is not None:
+        return [_failed_rings(len(answers), failure)]
     rows = []
-    for number, (case, _, _) in enumerate(answers[0]):
-        results = [answers[rank][number] for rank in sorted(answers) if number < len(answers[rank])]
-        wrong = [rank for rank, (_, is_right, _) in enumerate(results) if not is_right]
-        speeds = [speed for *_, speed in results if speed is not None]
-        error = f"ranks {', '.join(map(str, wrong))} got other data than was sent" if wrong else None
-        rows.append(
-            {"case": case, "ok": not wrong, "error": error, "gigabytes_per_second": min(speeds) if speeds else None}
-        )
+    for results in zip(*(answers[rank] for rank in sorted(answers)), strict=True):
+        wrong = [str(rank) for rank, (_, is_right, _) in enumerate(results) if not is_right]
+        speed = min((speed for *_, speed in results if speed is not None), default=None)
+        error = f"ranks {', '.join(wrong)} got other data than was sent" if wrong else None
+        rows.append({"case": results[0][0], "ok": not wrong, "error": error, "gigabytes_per_second": speed})
     return rows
 
 
-def _run_rank(rank: int, size: int, init_method: str, megabytes: int, limit: float) -> list[RingResult]:
-    """Run all rings on the process of one rank."""
-    try:
-        import torch_npu  # noqa: F401
+def _failed_rings(devices: int, error: str) -> dict[str, Any]:
+    return {"case": f"rings of {devices} devices", "ok": False, "error": error, "gigabytes_per_second": None}
 
-        device = torch.device("npu", rank)
-        torch.npu.set_device(device)  # type: ignore[attr-defined]
-        set_hccl_timeouts(limit)
-        timeout = timedelta(seconds=limit)
-        dist.init_process_group(
-            "cpu:gloo,npu:hccl", init_method=init_method, rank=rank, world_size=size, timeout=timeout
-        )
-        return _run_rings(rank, size, device, megabytes, limit)
+
+def first_error(answers: Mapping[int, Any], silence: str = "") -> str | None:
+    """Return the error of a rank that explains the others; None without an error.
+
+    What kept a rank from beginning goes before time-outs, which its peers report, and these before no answer at all.
+
+    Args:
+        answers: by rank; a text is an error.
+        silence: words after "no answer".
+    """
+    errors = [f"rank {rank}: {answers[rank]}" for rank in sorted(answers) if isinstance(answers[rank], str)]
+    errors.sort(key=_distance_from_cause)
+    return errors[0] + silence * errors[0].endswith(NO_ANSWER) if errors else None
+
+
+def _distance_from_cause(error: str) -> int:
+    """Return 0 for what keeps a rank from beginning, 1 for other errors, and more for waits in vain."""
+    if any(cause in error for cause in _CAUSES):
+        return 0
+    waits = (("timeout", "timed out", "Timed out"), (SILENT,), (NO_ANSWER,))
+    return max((2 + level for level, words in enumerate(waits) if any(word in error for word in words)), default=1)
+
+
+def error_text(error: BaseException) -> str:
+    """Return an error as one line, with its type unless it is an error of this package."""
+    text = " ".join(str(error).split()) or "without a message"
+    return (text if isinstance(error, (ConfigError, PeerError)) else f"{type(error).__name__}: {text}")[:600]
+
+
+def _run_local(
+    function: Callable[..., Any], ranks: int, arguments: tuple[Any, ...], limit: float, grace: float
+) -> dict[int, Any]:
+    """Run ranks of this machine, if it lets them open enough files: with too few, libraries report time-outs."""
+    check_open_files(ranks)
+    return run_local_ranks(function, ranks, arguments, limit, grace)
+
+
+def _measure_rank(rank: int, ranks: int, init_method: str, kind: str) -> list[Measurement]:
+    raise_limit()
+    if sys.platform == "linux":  # whatever the name of the host resolves to: all ranks are on this machine
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    device = rank_device(kind, rank)
+    join_process_group(device, TIMEOUT, init_method=init_method, rank=rank, world_size=ranks)
+    return measure_links(LinkTimer(device), ranks)
+
+
+def _ring_rank(rank: int, size: int, init_method: str, kind: str, megabytes: int, limit: float) -> list[RingResult]:
+    """Run all rings on the process of one rank."""
+    raise_limit()
+    try:
+        device = rank_device(kind, rank)
+        join_process_group(device, limit, init_method=init_method, rank=rank, world_size=size)
+        return run_rings(rank, size, device, megabytes, limit)
     except Exception:
         traceback.print_exc()
         raise
 
 
-def _run_rings(rank: int, size: int, device: torch.device, megabytes: int, limit: float) -> list[RingResult]:
+def run_rings(rank: int, size: int, device: torch.device, megabytes: int, limit: float) -> list[RingResult]:
+    """Run all rings of the default process group on one rank."""
     results: list[RingResult] = []
     timeout = timedelta(seconds=limit)
     for members in [size] + ([size - 1] if size > 3 and size % 2 == 0 else []):
@@ -129,22 +392,20 @@ def _run_ring(
 
     def step(number: int) -> None:
         sent, received = blocks[number % 2], blocks[(number + 1) % 2]
-        for pending in transport.post(
-            [
-                Transfer(sent, (rank + 1) % size, True, number, "block"),
-                Transfer(received, (rank - 1) % size, False, number, "block"),
-            ]
-        ):
+        transfers = [
+            Transfer(sent, (rank + 1) % size, True, number, "block"),
+            Transfer(received, (rank - 1) % size, False, number, "block"),
+        ]
+        for pending in transport.post(transfers):
             pending.wait()
 
     is_right = True
     for number in range(size):
         step(number)
         is_right &= bool((blocks[(number + 1) % 2] == float((rank - number - 1) % size)).all())
-    npu: Any = torch.npu  # type: ignore[attr-defined]
-    npu.synchronize()
+    synchronize(device)
     start = time.perf_counter()
     for number in range(TIMED_ROUNDS):
         step(number)
-    npu.synchronize()
+    synchronize(device)
     return is_right, TIMED_ROUNDS * rows * 4 / (time.perf_counter() - start) / 1e9

@@ -1,4 +1,4 @@
-"""Versions, devices and backends of this machine."""
+"""Versions, devices and backends of this machine, and the device of a rank."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ import torch
 
 import mindspeed_cp
 from mindspeed_cp.device import open_files
-from mindspeed_cp.device.select import cann_problem, cann_version, load_npu, unknown_cann_note
+from mindspeed_cp.device.select import cann_problem, cann_version, load_cuda, load_npu, unknown_cann_note
 from mindspeed_cp.device.versions import Status
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention import BACKENDS
+from mindspeed_cp.ops.attention.cuda.flash_operator import flash_attention_3
 
 PACKAGES = (
     "torch",
@@ -30,6 +31,9 @@ PACKAGES = (
     "flash-attn-3",
 )
 DEVICES = ("npu", "cuda", "cpu")
+
+#: Libraries of a process group for tensors of a device; numbers of the host travel over gloo.
+GROUP_LIBRARIES = {"cpu": "gloo", "npu": "cpu:gloo,npu:hccl", "cuda": "cpu:gloo,cuda:nccl"}
 
 #: File with the version of the Ascend driver.
 DRIVER = Path("/usr/local/Ascend/driver/version.info")
@@ -100,7 +104,8 @@ def device_status(kind: str) -> dict[str, Any]:
 
 
 def backend_status(kind: str, devices: dict[str, Any]) -> dict[str, Any]:
-    """Return {"available", "why"}: whether the attention operator runs on a kind of device, or why not."""
+    """Return {"available", "why"}: whether the attention operator runs on a kind of device, or why not; of GPUs also
+    "note": which version of FlashAttention is called."""
     if kind not in BACKENDS:
         return {"available": False, "why": "this version has no attention operator for it"}
     if devices["count"] and kind == "cuda":
@@ -109,4 +114,42 @@ def backend_status(kind: str, devices: dict[str, Any]) -> dict[str, Any]:
                 BACKENDS[kind].check_device(torch.device(kind, i))
         except ConfigError as error:
             return {"available": False, "why": str(error)}
+        module, reason = flash_attention_3(torch.device(kind, 0))
+        note = f"FlashAttention 2 of torch (3: {reason})" if module is None else "FlashAttention 3, or 2 of torch"
+        return {"available": True, "why": None, "note": note}
     return {"available": devices["count"] > 0, "why": devices["why"]}
+
+
+def rank_device(kind: str, local_rank: int) -> torch.device:
+    """Return the device of a rank, made the current one; a CPU serves all ranks.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    if kind == "cpu":
+        return torch.device("cpu")
+    module = (load_npu if kind == "npu" else load_cuda)(f"--device {kind}", "--device cpu")
+    if local_rank >= module.device_count():
+        raise ConfigError(f"--device {kind}: rank {local_rank} of a machine with {module.device_count()} of them")
+    module.set_device(local_rank)
+    return torch.device(kind, local_rank)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a device has done what was launched; the CPU always has."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize(device)
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of a device."""
+    if device.type == "cpu":
+        return f"CPU ({platform.machine()})"
+    return str(torch.get_device_module(device).get_device_name(device))
+
+
+def device_memory(device: torch.device) -> int:
+    """Return the bytes of a device's memory; of a CPU, those of the machine."""
+    if device.type == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(torch.get_device_module(device).get_device_properties(device).total_memory)

@@ -21,6 +21,7 @@ from mindspeed_cp.doctor.reference import (
 from mindspeed_cp.engine import attend_in_process
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.ops.attention import attention, attention_backward, get_backend
+from mindspeed_cp.ops.attention.cuda.backend import CudaAttention
 from mindspeed_cp.ops.attention.npu.backend import NpuAttention
 from mindspeed_cp.plan import AttentionConfig, Plan, Topology
 
@@ -120,7 +121,7 @@ def applies(backend: str, dtype: str, case: OperatorCase) -> bool:
 
 def check(backend: str, dtype: str, case: OperatorCase, seed: int = 0) -> dict[str, Any]:
     """Run a case on a backend. Returns {"backend", "dtype", "case", "limit", "error", "differences", "seconds", "ok"},
-    with the differences of out, lse, dq, dk and dv to the fp64 reference.
+    with the differences of out, lse, dq, dk and dv to the fp64 reference, and on GPUs "kernel", the kernel that serves.
 
     A backend whose operator draws the dropped weights itself has no reference under dropout. Instead, the output must
     be linear in the values with the returned gradient, <dout, out> = <v, dv>, and <q, dq> = <k, dk>, which holds if and
@@ -149,6 +150,8 @@ def check(backend: str, dtype: str, case: OperatorCase, seed: int = 0) -> dict[s
         differences = {name: relative_difference(results[name], reference[name]) for name in RESULT_NAMES}
     ok = all(difference <= MAX_DIFFERENCE[dtype] for difference in differences.values())
     row = failed_check(backend, dtype, case, "") | {"error": None}
+    if backend == "cuda":
+        row["kernel"] = CudaAttention().kernel_for(config, DTYPES[dtype])
     return {**row, "differences": differences, "seconds": seconds, "ok": ok}
 
 

@@ -1,26 +1,39 @@
-"""Tables of a report of `doctor`."""
+"""Tables of the reports of `doctor` and `calibrate`, and their output."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mindspeed_cp.device.npu_profile import NpuProfile
+from mindspeed_cp.device.npu_profile import NpuProfile, ProfileRow
+from mindspeed_cp.device.npu_variants import VARIANTS
 from mindspeed_cp.device.open_files import largest_run
-from mindspeed_cp.doctor.operator import RESULT_NAMES
-from mindspeed_cp.doctor.profile_tables import profile_tables
-from mindspeed_cp.report.text import Table
+from mindspeed_cp.doctor.kernel_capability import taken_by_profile
+from mindspeed_cp.doctor.operator import DTYPES
+from mindspeed_cp.report.text import Table, output_width
+
+
+def print_tables(tables: Iterable[Table]) -> None:
+    """Print tables; where one is wider than the terminal, its cells are wrapped and no letter is lost."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as Grid
+
+    console = Console(markup=False, highlight=False, emoji=False, width=output_width())
+    for table in tables:
+        grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False, show_header=any(table.columns))
+        for heading in table.columns:
+            grid.add_column(heading, overflow="fold")
+        for row in table.rows:
+            grid.add_row(*row)
+        console.print(table.title, style="bold")
+        console.print(grid)
 
 
 def report_tables(report: dict[str, Any]) -> list[Table]:
-    """Return the tables: versions, devices, checks of the operator, variants of the npu backend, rings between NPUs,
-    the network."""
-    machine = report["machine"]
-    known = {row["package"]: row for row in report.get("version_status", ())}
-    versions = [(name, _version(version, known.get(name))) for name, version in report["versions"].items()]
-    cores, threads = _count(machine["cores"], "core"), _count(machine["threads"], "thread")
-    versions.append(("machine", f"{machine['system']}, {cores}, {threads}"))
-    versions.append(("open files", _open_files(machine["open_files"])))
-    versions += [(f"{row['what']}, needed", _needed(row)) for row in report["requirements"]]
+    """Return the tables of one machine: versions, devices, checks of the operator, variants of the npu backend, fused
+    operators, rings between NPUs."""
     devices = [
         (
             kind,
@@ -30,40 +43,30 @@ def report_tables(report: dict[str, Any]) -> list[Table]:
         )
         for kind, device in report["devices"].items()
     ]
-    checks = [
-        (
-            f"{check['backend']} {check['dtype']}: {check['case']}",
-            *(f"{check['differences'][part]:.1e}" if part in check["differences"] else "-" for part in RESULT_NAMES),
-            f"{check['limit']:.0e}",
-            "ok" if check["ok"] else f"FAILED {check['error'] or ''}".strip(),
-        )
-        for check in report["checks"]
-    ]
-    links = ", ".join(name for name, available in report["communication"].items() if available) or "none"
     tables = [
-        Table("Versions", ("", ""), (*versions, ("communication", links))),
+        Table("Versions", ("", ""), tuple(_version_rows(report))),
         Table("Devices", ("device", "number", "name", "attention operator"), tuple(devices)),
-        Table("Attention operator, difference to fp64", ("check", *RESULT_NAMES, "limit", ""), tuple(checks)),
     ]
-    if report["kernels"]:
-        rows = tuple(
-            (", ".join(row["where"]) or "everything", row["dtype"], row["kernel"]) for row in report["kernels"]
-        )
-        tables.insert(2, Table("Kernels of the cuda backend", ("attention", "type", "served by"), rows))
-    if report.get("npu_profile"):
-        tables += profile_tables(NpuProfile(**report["npu_profile"]))
-    if report.get("fused_operators"):
+    if report["checks"]:
+        title = "Attention operator: largest difference of out, lse, dq, dk and dv to fp64, relative"
+        tables.append(_by_type(title, ("device", "check"), [_check_cells(row) for row in report["checks"]]))
+    if report["npu_profile"]:
+        profile = NpuProfile(**report["npu_profile"])
+        title = "Variants of the npu backend, largest difference to fp64"
+        tables.append(_by_type(title, ("variant", "shape"), [_profile_cells(row) for row in profile.rows]))
+        taken = taken_by_profile(profile)
+        tables.append(Table("Taken with npu_profile (heads of 128)", ("attention", *VARIANTS), taken))
+    if report["fused_operators"]:
         fused = [
             (
                 f"{row['operator']} {row['dtype']}".strip(),
                 "-" if row["difference"] is None else f"{row['difference']:.1e}",
-                "-" if row["limit"] is None else f"{row['limit']:.0e}",
                 row["error"] or "ok" if row["ok"] else f"FAILED {row['error'] or ''}".strip(),
             )
             for row in report["fused_operators"]
         ]
-        head = ("operator", "difference", "limit", "")
-        tables.append(Table("Fused operators of torch-npu, largest difference to fp64", head, tuple(fused)))
+        title = "Fused operators of torch-npu, largest difference to fp64"
+        tables.append(Table(title, ("operator", "difference", ""), tuple(fused)))
     if report["links"]:
         rings = [
             (
@@ -75,16 +78,70 @@ def report_tables(report: dict[str, Any]) -> list[Table]:
         ]
         columns = ("HCCL between NPUs of this machine", "GB/s, slowest rank, each way", "")
         tables.append(Table("Links", columns, tuple(rings)))
-    return [*tables, *_network(report["network"])]
+    return tables
 
 
-def _network(network: dict[str, Any]) -> list[Table]:
-    launchers = tuple((row["launcher"], row["listens"], row["stranger"]) for row in network["launchers"])
-    addresses = tuple((row["device"], row["address"], row["reach"]) for row in network["addresses"])
-    return [
-        Table("Many nodes", ("started by", "listens", "who connects can"), launchers),
-        Table("Addresses of this machine", ("network device", "address", "reached from"), addresses),
+def cluster_tables(report: dict[str, Any]) -> list[Table]:
+    """Return the tables of a fitted cluster.
+
+    Args:
+        report: {"cluster": values, "sources" and "fits" of them, "together": measured rates by name, None without}.
+    """
+    cluster = report["cluster"]
+    values = [
+        (key, f"{value:.4g}" if isinstance(value, float) else str(value), report["sources"][key])
+        for key, value in cluster.items()
     ]
+    errors = [
+        (name, str(row["points"]), f"{row['median_error']:.1%}", f"{row['largest_error']:.1%}")
+        for name, row in report["fits"].items()
+    ]
+    tables = [
+        Table(f"Cluster {cluster['name']}", ("", "value", "from"), tuple(values)),
+        Table("Fit: |modelled / measured - 1|", ("", "points", "median", "largest"), tuple(errors)),
+    ]
+    rates = [(name, f"{rate:.4g}") for name, rate in report["together"].items() if rate is not None]
+    return [*tables, Table("All at once, as measured", ("", "bytes/second"), tuple(rates))] if rates else tables
+
+
+def _by_type(title: str, columns: Sequence[str], cells: Iterable[tuple[tuple[str, ...], str, str]]) -> Table:
+    """Return a table with a row for each name and a column for each type, given (name, type, cell)."""
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    for name, dtype, cell in cells:
+        rows.setdefault(name, {})[dtype] = cell
+    texts = ((*name, *(by_type.get(dtype, "-") for dtype in DTYPES)) for name, by_type in rows.items())
+    return Table(title, (*columns, *DTYPES), tuple(texts))
+
+
+def _check_cells(row: dict[str, Any]) -> tuple[tuple[str, ...], str, str]:
+    worst = max(row["differences"].items(), key=lambda item: item[1], default=("", 0.0))
+    return (row["backend"], row["case"]), row["dtype"], _cell(row, worst) + f" {row.get('kernel', '')}".rstrip()
+
+
+def _profile_cells(row: ProfileRow) -> tuple[tuple[str, ...], str, str]:
+    sizes = {name: math.inf if size is None else size for name, size in row.differences.items()}
+    worst = max(sizes.items(), key=lambda item: item[1], default=("", 0.0))
+    return (f"npu_{row.option}: {row.variant}", row.name), row.dtype, _cell({"ok": row.ok, "error": row.error}, worst)
+
+
+def _cell(row: dict[str, Any], worst: tuple[str, float]) -> str:
+    """Return the largest difference, and of a row that failed its name or the error."""
+    if row["ok"]:
+        return f"{worst[1]:.1e}"
+    return f"FAILED {row['error'] or f'{worst[0]} {worst[1]:.1e}'}"
+
+
+def _version_rows(report: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    machine = report["machine"]
+    status_of = {row["package"]: row for row in report["version_status"]}
+    for name, version in report["versions"].items():
+        yield name, _version(version, status_of.get(name))
+    cores, threads = _count(machine["cores"], "core"), _count(machine["threads"], "thread")
+    yield "machine", f"{machine['system']}, {cores}, {threads}"
+    yield "open files", _open_files(machine["open_files"])
+    for row in report["requirements"]:
+        yield f"{row['what']}, needed", _needed(row)
+    yield "communication", ", ".join(name for name, is_there in report["communication"].items() if is_there) or "none"
 
 
 def _version(version: str | None, status: dict[str, Any] | None) -> str:
@@ -107,7 +164,7 @@ def _count(number: int, noun: str) -> str:
 def _operator(backend: dict[str, Any], device_reason: str | None) -> str:
     """Return whether a backend is available; a reason that the table gives for the device is not repeated."""
     if backend["available"]:
-        return "yes"
+        return f"yes: {backend['note']}" if backend.get("note") else "yes"
     return "no" if backend["why"] == device_reason else f"no: {backend['why']}"
 
 

@@ -18,7 +18,6 @@ def row(option: str, variant: str, ok: bool = True, dtype: str = "bf16", lowerin
         "lowering": lowering or (variant if option == "lowering" else "tnd"),
         "dtype": dtype,
         "condition": Condition(**condition),
-        "templates": ["forward varlen"],
         "differences": {"out": 1e-3 if ok else 0.5},
         "limit": 0.02,
         "seconds": 0.001,
@@ -46,4 +45,4 @@ def profile(*failed: tuple[str, str], dtypes: tuple[str, ...] = DTYPES, more: tu
                 rows.append(row("statistics", variant, ("statistics", variant) not in failed, dtype, lowering))
         for variant in ("skipped", "copied"):
             rows.append(row("key_gaps", variant, ("key_gaps", variant) not in failed, dtype))
-    return NpuProfile(format=1, device="Ascend910B1", torch_npu="2.13.0", cann="9.0.0", rows=[*rows, *more])
+    return NpuProfile(format=2, device="Ascend910B1", torch_npu="2.13.0", cann="9.0.0", rows=[*rows, *more])

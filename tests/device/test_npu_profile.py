@@ -16,7 +16,7 @@ from mindspeed_cp.config.settings import Settings, load_settings
 from mindspeed_cp.config.suite import SuiteSettings
 from mindspeed_cp.device.npu_profile import NpuIdentity, check_profile_device, read_profile
 from mindspeed_cp.device.npu_variants import DEFAULTS
-from mindspeed_cp.doctor.npu_rows import check_profile_path, write_profile
+from mindspeed_cp.doctor.kernel_capability import check_profile_path, write_json
 from mindspeed_cp.ops.attention import backend_from_settings
 from mindspeed_cp.ops.attention.npu.backend import NpuAttention
 from tests.device.profiles import profile
@@ -37,7 +37,7 @@ def changed(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
     path = tmp_path / "doctor.json"
-    write_profile(profile(("alibi", "shared")).model_dump(), path)
+    write_json("--npu-profile", path, profile(("alibi", "shared")).model_dump())
     assert read_profile(str(path)) == profile(("alibi", "shared"))
     assert [file.name for file in tmp_path.iterdir()] == ["doctor.json"]
 
@@ -49,7 +49,7 @@ DAMAGED = {
     "no text": ("\x00\xff", "is damaged, or no JSON"),
     "deep": ("[" * 100_000, "is damaged, or no JSON"),
     "a list": ([], "is no profile of this version"),
-    "another format": (changed(lambda x: x.update(format=2)), "is no profile of this version"),
+    "another format": (changed(lambda x: x.update(format=1)), "is no profile of this version"),
     "the report of --json": ({"ok": True, "checks": []}, "is no profile of this version"),
     "no rows": (changed(lambda x: x.update(rows=[])), "is damaged (rows"),
     "rows missing": (changed(lambda x: x.pop("rows")), "is damaged (rows: is missing"),
@@ -165,7 +165,7 @@ def test_a_place_where_no_file_can_be_written_is_told_before_anything_runs(tmp_p
     ("arguments", "line"),
     [
         (["--device", "cpu", "--npu-profile", "x.json"], "error: --npu-profile x.json: --device cpu has none; use --device npu"),
-        (["--row-seconds", "0"], "error: --row-seconds 0: must be more than 0, or left out"),
+        (["--row-seconds", "0"], "error: --row-seconds 0: must be above 0, at most 86400, or left out"),
     ],
 )  # fmt: skip
 def test_the_command_refuses_what_it_cannot_do(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip

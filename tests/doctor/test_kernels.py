@@ -1,48 +1,20 @@
-"""The doctor's table of kernels: every cell of the cuda backend is in it, and its text is what the backend says."""
+"""The doctor on GPUs: its cases ask every kernel, and one that cannot be used is a line; and its tables."""
 
 from __future__ import annotations
 
-from random import Random
+import itertools
+from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 
-from mindspeed_cp import ConfigError
 from mindspeed_cp.cli.main import run
-from mindspeed_cp.config import capabilities
-from mindspeed_cp.doctor import cuda_kernels as table
 from mindspeed_cp.doctor import run_checks
 from mindspeed_cp.doctor.operator import DTYPES, LONG_CASES, SHORT_CASES, applies
-from mindspeed_cp.doctor.tables import report_tables
+from mindspeed_cp.doctor.tables import print_tables, report_tables
 from mindspeed_cp.ops.attention.cuda.backend import CudaAttention
-from tests.engine.draw import problem
-
-CELLS = [cell for cell in capabilities.all_cells() if cell.backend == "cuda" and cell.keys == "own"]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_the_table_says_what_the_backend_does(dtype: str) -> None:
-    rows = [row for row in table.kernel_table() if row["dtype"] == dtype]
-    backend = CudaAttention()
-    for cell in CELLS:
-        (row,) = [row for row in rows if all(getattr(cell, x.split(": ")[0]) == x.split(": ")[1] for x in row["where"])]
-        attention = problem(cell, 1, Random(str(cell))).attention
-        try:
-            backend.check(attention, DTYPES[dtype])
-        except ConfigError:
-            assert row["kernel"].startswith("refused: ")
-            continue
-        flash = backend.kernel_for(attention, DTYPES[dtype]) == "flash"
-        assert row["kernel"].startswith(("torch.ops.aten._flash", "FlashAttention 3") if flash else "mindspeed_cp.")
-
-
-def test_a_feature_that_a_kernel_depends_on_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "_kernel", lambda cell, dtype: f"for {cell.window}")
-    rows = [row for row in table.kernel_table() if row["dtype"] == "bf16"]
-    assert [(row["where"], row["kernel"]) for row in rows] == [
-        (["window: none"], "for none"),
-        (["window: sliding"], "for sliding"),
-    ]
+from mindspeed_cp.report.text import Table
 
 
 def test_every_kernel_is_checked_by_some_case() -> None:
@@ -53,16 +25,6 @@ def test_every_kernel_is_checked_by_some_case() -> None:
         if applies("cuda", dtype, case)
     }
     assert asked == {"flash", "tiles"}
-
-
-def test_the_printed_table() -> None:
-    report = {
-        "machine": {"system": "x", "cores": 1, "threads": 1, "open_files": 1024}, "versions": {}, "requirements": [], "devices": {},
-        "checks": [], "communication": {}, "links": [], "network": {"launchers": [], "addresses": []},
-        "kernels": [{"where": ["bias: none"], "dtype": "bf16", "kernel": "one"}, {"where": [], "dtype": "fp16", "kernel": "two"}],
-    }  # fmt: skip
-    (table,) = [candidate for candidate in report_tables(report) if candidate.title.startswith("Kernels")]
-    assert table.rows == (("bias: none", "bf16", "one"), ("everything", "fp16", "two"))
 
 
 @pytest.fixture
@@ -88,8 +50,7 @@ def test_no_kernel_serves_a_gpu_that_is_too_old(monkeypatch: pytest.MonkeyPatch)
     """Beside other devices it is refused in the table of devices."""
     monkeypatch.setattr("mindspeed_cp.doctor.check", lambda *_: {"ok": True})
     report = run_checks()
-    assert report["ok"] and report["kernels"] == []
-    assert "7.5; valid: 8.0 or later" in report["backends"]["cuda"]["why"]
+    assert report["ok"] and "7.5; valid: 8.0 or later" in report["backends"]["cuda"]["why"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
@@ -98,16 +59,50 @@ def test_no_gpu_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert "error: --device cuda: " in capsys.readouterr().err
 
 
-def test_one_thread_is_one_and_a_reason_is_given_once() -> None:
-    from mindspeed_cp.doctor.tables import report_tables
+REASON = (
+    "torch_npu is not installed; pip install torch-npu==2.13.0, or --device cpu; and a word-that-no-line-can-hold" * 2
+)
 
-    reason = "torch_npu is not installed; pip install torch-npu"
-    report = {
-        "machine": {"system": "Linux", "cores": 2, "threads": 1, "open_files": 1024}, "versions": {}, "requirements": [], "checks": [],
-        "communication": {}, "kernels": [], "links": [], "network": {"launchers": [], "addresses": []},
-        "devices": {"npu": {"count": 0, "names": [], "why": reason}},
-        "backends": {"npu": {"available": False, "why": reason}},
+
+def a_report() -> dict[str, Any]:
+    row = {"limit": 1e-5, "differences": {"out": 1e-7, "dq": 3e-7}, "seconds": 0.1, "ok": True, "error": None}
+    checks = [{"backend": "cpu", "case": "sliding window", "dtype": dtype, **row} for dtype in ("fp32", "bf16")]
+    failed = {"backend": "cpu", "case": "full mask", "dtype": "fp32", **row, "differences": {"dv": 0.5}, "ok": False}
+    gpu = {"backend": "cuda", "case": "full mask", "dtype": "fp32", **row, "kernel": "tiles"}
+    hung = {**failed, "dtype": "bf16", "differences": {}, "error": "gave no result within 60 s"}
+    return {
+        "machine": {"system": "Linux", "cores": 2, "threads": 1, "open_files": 1024}, "versions": {"torch": "2.13.0"},
+        "version_status": [], "requirements": [], "checks": [*checks, failed, gpu, hung], "communication": {"gloo": True},
+        "links": [{"case": "rings of 2 devices", "ok": False, "error": REASON, "gigabytes_per_second": None}],
+        "npu_profile": None, "fused_operators": [], "ok": False,
+        "devices": {"npu": {"count": 0, "names": [], "why": REASON}},
+        "backends": {"npu": {"available": False, "why": REASON}},
     }  # fmt: skip
-    versions, devices, *_ = report_tables(report)
+
+
+def test_one_thread_is_one_and_a_reason_is_given_once() -> None:
+    versions, devices, checks, _ = report_tables(a_report())
     assert ("machine", "Linux, 2 cores, 1 thread") in versions.rows
-    assert devices.rows == (("npu", "0", reason, "no"),)
+    assert devices.rows == (("npu", "0", REASON, "no"),)
+    assert checks.rows == (
+        ("cpu", "sliding window", "3.0e-07", "-", "3.0e-07"),
+        ("cpu", "full mask", "FAILED dv 5.0e-01", "-", "FAILED gave no result within 60 s"),
+        ("cuda", "full mask", "3.0e-07 tiles", "-", "-"),
+    )
+
+
+@pytest.mark.parametrize("width", [80, 110])
+def test_no_letter_is_lost_in_a_narrow_terminal(
+    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    tables = report_tables(a_report())
+    for columns in range(2, 6):  # texts of every length beside one another
+        texts = tuple("x" * (width // columns + extra) for extra in range(columns))
+        tables.append(Table("wide", tuple(f"column {number}" for number in range(columns)), (texts,)))
+    for table in tables:
+        print_tables([table])
+        printed = capsys.readouterr().out
+        assert max(map(len, printed.splitlines())) <= width
+        letters = Counter("".join((table.title, *table.columns, *itertools.chain(*table.rows))).replace(" ", ""))
+        assert Counter("".join(printed.split())) - Counter("─" * printed.count("─")) == letters

@@ -28,12 +28,12 @@ TYPES: dict[str, Callable[[str, int, int], bool]] = {
 }
 
 
-def quick_habits(cases: Sequence) -> list:
+def quick_rows(cases: Sequence) -> list:
     return [case for case in cases if any(word in case.case.name for word in QUICK)]
 
 
 def calls_in_some_types(calls: Sequence, types: str) -> list:
-    """Of the calls of habit_calls those that TYPES has. Variants under other lowerings or conditions are others."""
+    """Of the calls of capability_calls those that TYPES has. Variants under other lowerings or conditions are others."""
     names: dict[str, list[str]] = {}
     for case, dtype, _ in calls:
         if dtype == "fp32":
@@ -62,23 +62,18 @@ def fork_processes() -> None:
 
 
 if __name__ == "__main__":
-    from functools import partial
-
     from mindspeed_cp import doctor
-    from mindspeed_cp.doctor import npu_rows
-    from mindspeed_cp.doctor.habit_cases import HABIT_CASES
 
     fork_processes()
     if any(word.startswith("--npu-profile") for word in sys.argv):
         doctor.SHORT_CASES, doctor.LONG_CASES = doctor.SHORT_CASES[:1], ()
-        habits = quick_habits(HABIT_CASES)
+        rows = quick_rows(doctor.CAPABILITY_CASES)
     else:
         long_ones = doctor.LONG_CASES
         doctor.LONG_CASES = (*(case for case in long_ones[:2] if os.environ.get("HOST_CANN_FAULT")), *long_ones[-4:])
-        habits = HABIT_CASES[:1]
-    check_npu, check_links, habit_calls = doctor.check_npu, doctor.check_links, npu_rows.habit_calls
+        rows = doctor.CAPABILITY_CASES[:1]
+    check_links, capability_calls = doctor.check_links, doctor.capability_calls
     types = os.environ.get("DOCTOR_TYPES", "all")
-    npu_rows.habit_calls = lambda *arguments: calls_in_some_types(habit_calls(*arguments), types)
-    doctor.check_npu = lambda cases, seed, seconds, _: partial(check_npu, habits=habits)(cases, seed, seconds)
-    doctor.check_links = lambda devices, megabytes, seconds: check_links(devices, 1, seconds)
+    doctor.capability_calls = lambda seed, _: calls_in_some_types(capability_calls(seed, rows), types)
+    doctor.check_links = lambda kind, devices, megabytes, seconds: check_links(kind, devices, 1, seconds)
     main()

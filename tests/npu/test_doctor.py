@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from mindspeed_cp.doctor import LONG_CASES, SHORT_CASES
-from mindspeed_cp.doctor.habit_cases import HABIT_CASES
-from mindspeed_cp.doctor.links import _run_rings
+from mindspeed_cp.doctor.kernel_capability import CAPABILITY_CASES
+from mindspeed_cp.doctor.links import run_rings
 from mindspeed_cp.doctor.operator import OperatorCase, check
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention import attention
@@ -57,18 +57,18 @@ def test_every_row_passes_and_odd_rings_turn(program: str) -> None:
     profile = report["npu_profile"]
     names = [report["devices"]["npu"]["names"][0], report["versions"]["torch-npu"], report["versions"]["CANN"]]
     assert [profile["device"], profile["torch_npu"], profile["cann"]] == names
-    rows = len(HABIT_CASES) if program == "tests.npu.command" else 1
+    rows = len(CAPABILITY_CASES) if program == "tests.npu.command" else 1
     assert len(profile["rows"]) == 3 * rows and all(row["ok"] for row in profile["rows"])
     assert len(report["fused_operators"]) == 10 and all(row["ok"] for row in report["fused_operators"])
 
 
 def turned(rank: int, size: int) -> list[tuple[str, bool]]:
-    return [(name, good) for name, good, _ in _run_rings(rank, size, torch.device("npu", rank), 1, HANG)]
+    return [(name, good) for name, good, _ in run_rings(rank, size, torch.device("npu", rank), 1, HANG)]
 
 
 def test_two_devices_turn_no_odd_ring_and_the_rows_say_so() -> None:
     hows = ("one launch a step", "directional groups")
-    expected = [(f"ring of 2, {how} (no odd ring: that takes 3 NPUs)", True) for how in hows]
+    expected = [(f"ring of 2, {how} (no odd ring: that takes 3 devices)", True) for how in hows]
     assert ranks.run(2, turned).values() == [expected] * 2
 
 

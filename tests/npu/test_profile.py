@@ -1,4 +1,4 @@
-"""mindspeed-cp doctor --npu-profile over the stand-in: a habit that is broken on purpose is left out by the file, and a
+"""mindspeed-cp doctor --npu-profile over the stand-in: a variant that is broken on purpose is left out by the file, and a
 training with it goes on, with the losses of a device without the fault."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mindspeed_cp.config.suite import SuiteSettings
 from mindspeed_cp.device.npu_profile import NpuIdentity, read_profile
 from mindspeed_cp.device.npu_variants import Need, choose_variants
 from mindspeed_cp.device.select import npu_identity
-from mindspeed_cp.doctor.npu_rows import write_profile
+from mindspeed_cp.doctor.kernel_capability import write_json
 from mindspeed_cp.ops.attention import backend_from_settings
 from mindspeed_cp.ops.attention.npu.backend import NpuAttention
 from tests.device.profiles import profile
@@ -80,7 +80,7 @@ def failed(report: dict[str, Any]) -> set[tuple[str, str]]:
     ],
     ids=["statistics", "key gaps", "ALiBi"],
 )
-def test_a_broken_habit_is_left_out_and_the_losses_are_those_without_the_fault(
+def test_a_broken_variant_is_left_out_and_the_losses_are_those_without_the_fault(
     fault: str,
     option: str,
     ranks: int,
@@ -109,7 +109,7 @@ def test_a_broken_habit_is_left_out_and_the_losses_are_those_without_the_fault(
     assert run("fast", f"context_parallel_suite.npu_{option}={fast}") != pytest.approx(sound, rel=1e-3)
 
 
-@pytest.mark.thorough  # the choice by such a file is in tests/doctor/test_habits.py
+@pytest.mark.thorough  # the choice by such a file is in tests/doctor/test_kernel_capability.py
 def test_where_packed_calls_fail_the_profile_takes_masks(
     corpus: Path,  # noqa: F811
     tmp_path: Path,
@@ -161,7 +161,7 @@ def test_a_file_of_another_device_is_one_line_at_the_first_attention(
     change: Callable[[NpuIdentity], NpuIdentity], words: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "doctor.json"
-    write_profile(profile().model_dump() | vars(change(npu_identity())), path)
+    write_json("--npu-profile", path, profile().model_dump() | vars(change(npu_identity())))
     suite = SuiteSettings(npu_profile=str(path))
     with pytest.raises(ConfigError, match=words):
         backend_from_settings(suite, "npu", AttentionConfig(2), torch.float32)
@@ -169,7 +169,7 @@ def test_a_file_of_another_device_is_one_line_at_the_first_attention(
 
 def test_a_training_with_a_file_of_another_cann_ends_in_one_line_before_its_first_step(tmp_path: Path) -> None:
     path = tmp_path / "doctor.json"
-    write_profile(profile().model_dump() | vars(npu_identity()) | {"cann": "8.5.0"}, path)
+    write_json("--npu-profile", path, profile().model_dump() | vars(npu_identity()) | {"cann": "8.5.0"})
     settings = ("--set", "train.device=npu", "--set", f"context_parallel_suite.npu_profile={path}")
     folder = ("--set", f"output.folder={tmp_path / 'run'}")
     arguments = (str(ROOT / "configs" / "quickstart.yaml"), *SHORT, *settings, *folder)

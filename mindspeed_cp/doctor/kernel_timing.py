@@ -16,6 +16,7 @@ import torch
 
 from mindspeed_cp.cluster.compute import ATTENTION_BACKWARD
 from mindspeed_cp.cluster.measurements import Measurement
+from mindspeed_cp.doctor.machine import synchronize
 from mindspeed_cp.layout import TOKEN_SPAN, Documents
 from mindspeed_cp.ops.attention import BackwardState, ForwardState, Heads, get_backend
 from mindspeed_cp.plan import AttentionConfig
@@ -61,7 +62,7 @@ def measure_kernels(
     """Time attention, forward and backward together, and matrix products.
 
     Args:
-        device: a CPU or NPU of this machine.
+        device: a device of this machine.
         sizes: sizes of the kernels.
         kinds: "attention", "linear" or both.
 
@@ -95,17 +96,12 @@ def _rounds(cases: list[TimedCall], device: torch.device, seconds: float) -> lis
 
 def _timed(case: TimedCall, device: torch.device) -> float:
     """Return the seconds of one call, with the device synchronized before and after all calls."""
-    _synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     for _ in range(case.calls):
         case.run()
-    _synchronize(device)
+    synchronize(device)
     return (time.perf_counter() - start) / case.calls
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        getattr(torch, device.type).synchronize(device)
 
 
 def _tiles(longest: int) -> list[tuple[int, int, str]]:

@@ -20,7 +20,7 @@ from tests.ports import free_port
 from tests.processes import preload
 from tests.programs import forked_processes, run_programs
 
-preload("mindspeed_cp.calibrate", "mindspeed_cp.engine")
+preload("mindspeed_cp.doctor.calibrate", "mindspeed_cp.engine")
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SMALL = (
@@ -214,7 +214,7 @@ def test_nproc_under_a_launcher_is_refused(
 
 @pytest.mark.skipif(importlib.util.find_spec("torch_npu") is not None, reason="needs a rank that cannot start")
 def test_a_rank_that_cannot_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mindspeed_cp.calibrate.links import measure_local_links
+    from mindspeed_cp.doctor.links import measure_local_links
 
     monkeypatch.setattr("mindspeed_cp.comm.local_ranks.mp", forked_processes())
     with pytest.raises(PeerError, match=r"calibrate: rank [01]: ConfigError: --device npu: torch_npu is not installed"):

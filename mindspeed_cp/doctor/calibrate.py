@@ -1,0 +1,238 @@
+"""`mindspeed-cp calibrate`: measures links and kernels, fits a cluster preset to them, writes it and prints it.
+
+The fits are in `mindspeed_cp/cluster`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mindspeed_cp.cluster.assemble import assemble_cluster, write_preset
+from mindspeed_cp.cluster.cluster import Cluster, load_cluster
+from mindspeed_cp.cluster.measurements import MeasuredFits, Measurement, read_measurements
+from mindspeed_cp.device.select import load_npu, resolve_device_type
+from mindspeed_cp.doctor.kernel_timing import KernelSizes, measure_kernels
+from mindspeed_cp.doctor.launch import Launch, is_launched, read_launch
+from mindspeed_cp.doctor.links import TIMEOUT, LinkTimer, join_process_group, measure_links, measure_local_links
+from mindspeed_cp.doctor.machine import device_memory, device_name, rank_device
+from mindspeed_cp.doctor.operator import DTYPES
+from mindspeed_cp.doctor.tables import cluster_tables, print_tables
+from mindspeed_cp.errors import ConfigError, PeerError
+
+#: Devices that can be measured: rows of the largest tile, and hidden size of the matrix products.
+MAX_TILE_ROWS, HIDDEN_SIZE = {"cpu": 2048, "npu": 16384}, {"cpu": 1024, "npu": 4096}
+
+BAD_FIT_ERROR = 0.15
+LINK_KINDS = ("in_node", "in_node_all", "network", "network_all")
+
+#: Kind of measurement from which a value of a cluster comes.
+_KIND_OF_VALUE = {
+    "attention_efficiency": "attention", "tile_rows": "attention", "launch": "attention", "linear_efficiency": "linear",
+    "fabric": "in_node", "pair_bandwidth": "in_node", "rank_bandwidth": "in_node", "in_node_latency": "in_node",
+    "nics_per_node": "network", "nic_bandwidth": "network", "network_latency": "network", "posting": "posting",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class CalibrationRequest:
+    """The arguments of the command.
+
+    Attributes:
+        out: file of the preset.
+        overwrite: True to replace an existing file.
+        device: "auto" or a key of MAX_TILE_ROWS.
+        nproc: local ranks to start for measuring links; 1: none; None: all devices, or 2 on a CPU.
+        base: preset for the values that are not measured.
+        csv: CSV file; the kinds of measurements that it has are not measured.
+        name: name of the preset; None: that of the file.
+        peak_flops: peak of one device in FLOP/s; None: that of the base, or the highest measured rate.
+        heads, kv_heads, head_dim, dtype: attention that is timed.
+        longest: rows of the largest tile.
+        seconds: approximate time for the kernels.
+    """
+
+    out: Path
+    overwrite: bool
+    device: str
+    nproc: int | None
+    base: str | None
+    csv: Path | None
+    name: str | None
+    peak_flops: float | None
+    heads: int
+    kv_heads: int | None
+    head_dim: int
+    longest: int | None
+    dtype: str
+    seconds: float
+
+    def check(self) -> Cluster | None:
+        """Check the arguments and return the base, or None.
+
+        Raises:
+            ConfigError: an argument is not valid, or the base or the output file cannot be used.
+        """
+        if self.device not in ("auto", *MAX_TILE_ROWS):
+            raise ConfigError(f"--device {self.device}: cannot be calibrated; valid: auto, {', '.join(MAX_TILE_ROWS)}")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"--dtype {self.dtype}: valid: bf16, fp16, fp32")
+        if self.out.suffix not in (".yaml", ".yml"):
+            raise ConfigError(f"{self.out}: must end in .yaml; presets are read by that name")
+        if self.out.exists() and not self.overwrite:
+            raise ConfigError(f"{self.out}: is there already; give another name, or --overwrite")
+        if not self.out.parent.is_dir():
+            raise ConfigError(f"{self.out}: the folder {self.out.parent} does not exist")
+        for option, value, least in (
+            ("--heads", self.heads, 1),
+            ("--head-dim", self.head_dim, 1),
+            ("--longest", 1024 if self.longest is None else self.longest, 256),
+            ("--nproc", 1 if self.nproc is None else self.nproc, 1),
+        ):
+            if value < least:
+                raise ConfigError(f"{option} {value}: must be {least} or more")
+        if self.heads % (self.kv_heads or self.heads):
+            raise ConfigError(f"--kv-heads {self.kv_heads}: must divide --heads {self.heads}")
+        if not 0 < self.seconds <= 3600:
+            raise ConfigError(f"--seconds {self.seconds:g}: must be above 0, at most 3600")
+        if self.peak_flops is not None and not 0 < self.peak_flops <= 1e21:
+            raise ConfigError(f"--peak-flops {self.peak_flops:g}: must be FLOP/s above 0, such as 353.9e12")
+        return None if self.base is None else load_cluster(self.base)
+
+
+def run_calibration(request: CalibrationRequest, *, as_json: bool) -> None:
+    """Measure, fit, write the preset and print it.
+
+    Raises:
+        ConfigError: an argument is not valid, or a value can neither be measured here nor read from a base.
+        PeerError: a rank failed while measuring links.
+    """
+    base = request.check()
+    kind = resolve_device_type(request.device)
+    given = [] if request.csv is None else read_measurements(request.csv)
+    given_kinds = {measurement.kind for measurement in given}
+    links, ranks, rank = _measure_links(request, kind, given_kinds, base)
+    if rank:
+        return
+    device = rank_device(kind, 0)
+    measurements = [*given, *(measurement for measurement in links if measurement.kind not in given_kinds)]
+    measurements += _measure_kernels(request, device, given_kinds)
+    fits = MeasuredFits.from_measurements(measurements, ranks or (1 if base is None else base.ranks_per_node))
+    cluster, sources = assemble_cluster(
+        request.name or request.out.stem,
+        fits,
+        ranks_per_node=ranks,
+        memory=device_memory(device) / ((ranks or 1) if kind == "cpu" else 1),  # ranks of a CPU share it
+        base=base,
+        peak_flops=request.peak_flops,
+    )
+    if request.csv is not None:
+        sources = {key: _source_with_file(source, request.csv, given_kinds, key) for key, source in sources.items()}
+    sizes = f"{request.dtype}, {request.heads} heads of {request.head_dim}"
+    title = f"Fitted by mindspeed-cp calibrate on {device_name(device)}, {sizes}"
+    write_preset(request.out, cluster, sources, title)
+    _print(request.out, cluster, sources, fits, measurements, as_json=as_json)
+
+
+def _measure_links(
+    request: CalibrationRequest, kind: str, given: set[str], base: Cluster | None
+) -> tuple[list[Measurement], int | None, int]:
+    """Return measurements of links, the number of ranks of a node, None if unknown, and the number of this rank."""
+    launched = is_launched()
+    if launched and request.nproc is not None:
+        raise ConfigError(f"--nproc {request.nproc}: the launcher has set the number of ranks; leave --nproc out")
+    if given & set(LINK_KINDS):
+        if launched:
+            raise ConfigError(f"{request.csv}: has rows of links; start one process, not several ranks")
+        if base is None and request.nproc is None:
+            raise ConfigError(
+                f"{request.csv}: has rows of links, but not of how many ranks of a node; give --nproc, or a "
+                "--base with its ranks_per_node"
+            )
+        return [], request.nproc, 0
+    if launched:
+        launch = read_launch("calibrate OUT.yaml")
+        return _measure_launched(kind, launch), launch.ranks_per_node, launch.rank
+    devices = None if kind == "cpu" else _device_count(kind)
+    ranks = request.nproc or devices or 2
+    if ranks == 1:
+        if base is None:
+            raise ConfigError(
+                "--nproc 1: links cannot be measured with one rank; give --nproc 2 or more, --csv with rows of "
+                "in_node, or a --base that has them"
+            )
+        return [], None, 0
+    if base is not None:
+        base.with_ranks(ranks)
+    if devices is not None and ranks > devices:
+        raise ConfigError(f"--nproc {ranks}: this machine has {devices} {kind.upper()}s; every rank needs its own")
+    return measure_local_links(kind, ranks), ranks, 0
+
+
+def _device_count(kind: str) -> int:
+    assert kind == "npu", kind
+    return int(load_npu("--device npu", "--device cpu").device_count())
+
+
+def _measure_launched(kind: str, launch: Launch) -> list[Measurement]:
+    device = rank_device(kind, launch.local_rank)
+    join_process_group(device, TIMEOUT)
+    try:
+        return measure_links(LinkTimer(device), launch.ranks_per_node)
+    except PeerError as error:
+        raise PeerError(f"calibrate: {error}") from error
+    finally:
+        dist.destroy_process_group()
+
+
+def _measure_kernels(request: CalibrationRequest, device: torch.device, given: set[str]) -> list[Measurement]:
+    kinds = tuple(name for name in ("attention", "linear") if name not in given)
+    if not kinds:
+        return []
+    longest = request.longest or MAX_TILE_ROWS[device.type]
+    sizes = KernelSizes(
+        request.heads, request.kv_heads or request.heads, request.head_dim, longest, HIDDEN_SIZE[device.type],
+        DTYPES[request.dtype], request.seconds,
+    )  # fmt: skip
+    with torch.no_grad():
+        return measure_kernels(device, sizes, kinds)
+
+
+def _source_with_file(source: str, path: Path, given: set[str], key: str) -> str:
+    """Return the source of a value, with the file instead of "measured" if its kind of measurement was read there."""
+    if key == "ranks_per_node" and given & set(LINK_KINDS):
+        return source.replace("measured", "given")
+    return source.replace("measured", path.name) if _KIND_OF_VALUE.get(key) in given else source
+
+
+def _print(
+    path: Path,
+    cluster: Cluster,
+    sources: dict[str, str],
+    fits: MeasuredFits,
+    measurements: list[Measurement],
+    *,
+    as_json: bool,
+) -> None:
+    report: dict[str, Any] = {
+        "file": str(path),
+        "cluster": asdict(cluster),
+        "sources": sources,
+        "fits": fits.table(),
+        "together": {"in_node_all": fits.in_node_all, "network_all": fits.network_all},
+    }
+    if as_json:
+        print(json.dumps({**report, "measurements": [asdict(measurement) for measurement in measurements]}))
+        return
+    print_tables(cluster_tables(report))
+    for name, row in report["fits"].items():
+        if row["median_error"] > BAD_FIT_ERROR:
+            print(
+                f"note: {name} is off by {row['median_error']:.0%} as a rule; if this machine was busy, calibrate again"
+            )
+    print(f"written: {path}; use it wherever a cluster is named")

@@ -1,0 +1,188 @@
+"""What the figures of all ranks say: sentences about what is slow, wrong or failed, the worst first, and the tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import mean, median, median_high
+from typing import Any
+
+from mindspeed_cp.doctor.tables import cluster_tables
+from mindspeed_cp.report.text import Table, format_bytes
+
+#: A device or link below these shares of the median of its kind is named.
+SLOW_DEVICE, SLOW_LINK = 0.85, 0.7
+HELD_UP = 0.7  # a link whose directions get less than this share of what they get alone
+BADLY_PREDICTED = 0.3  # mean error of the simulator
+
+BAD, WARNING, GOOD = "FAILED", "note", "ok"
+Finding = tuple[str, str]
+KINDS = {"in_node": "inside nodes", "network": "between nodes"}
+
+
+def is_ok(report: dict[str, Any]) -> bool:
+    """Return True if nothing failed and every result was right. Slow links and devices are no failure."""
+    return not any(level == BAD for level, _ in findings(report))
+
+
+def findings(report: dict[str, Any]) -> list[Finding]:
+    """Return (level, sentence) of all findings, the worst first."""
+    rows = [
+        *((BAD, f"{row['stage']}: {row['error']}") for row in report["failures"]),
+        *_operators(report), *_algorithms(report), *_ranks(report), *_kernels(report), *_links(report),
+    ]  # fmt: skip
+    return sorted(rows, key=lambda finding: (BAD, WARNING, GOOD).index(finding[0]))
+
+
+def _operators(report: dict[str, Any]) -> Iterator[Finding]:
+    for rank, row in enumerate(report["operator"]):
+        for check in row["failed"]:
+            worst = max(check["differences"].items(), key=lambda item: item[1], default=None)
+            text = check["error"] or f"{worst[0]} differs from fp64 by {worst[1]:.1e}, limit {check['limit']:.0e}"
+            yield BAD, f"rank {rank}: the operator on {check['case']} ({check['dtype']}): {text}"
+    checks = sum(row["checks"] for row in report["operator"])
+    if checks and not any(row["failed"] for row in report["operator"]):
+        yield GOOD, f"all {checks} checks of the operator agree with the fp64 reference"
+
+
+def _algorithms(report: dict[str, Any]) -> Iterator[Finding]:
+    runs = [row for row in report["algorithms"] if "measured" in row]
+    wrong = [row for row in runs if row["wrong"] is not None]
+    for row in wrong:
+        yield BAD, f"{row['algorithm']}: {row['wrong']}"
+    if runs and not wrong:
+        yield GOOD, f"all {len(runs)} runs of algorithms agree with the fp64 reference"
+    if report["fit_error"] is not None:
+        yield WARNING, f"no cluster could be fitted, so nothing was simulated: {report['fit_error']}"
+    errors = [abs(row["predicted"] / row["measured"] - 1) for row in runs if row["predicted"]]
+    if errors:
+        level = WARNING if mean(errors) > BADLY_PREDICTED else GOOD
+        texts = f"{mean(errors):.0%} in the mean, {max(errors):.0%} at worst, over {len(errors)} runs"
+        yield level, f"simulated times after the fit are off by {texts}"
+
+
+def _ranks(report: dict[str, Any]) -> Iterator[Finding]:
+    facts, per_node = report["ranks"], report["ranks_per_node"]
+    for rank, row in enumerate(facts):
+        for text in row["refused"]:
+            yield BAD, f"rank {rank}: {text}"
+    for text in differing_facts(facts):
+        yield WARNING, f"ranks differ in {text}"
+    hosts = [{row["host"] for row in facts[first : first + per_node]} for first in range(0, len(facts), per_node)]
+    split = [str(node) for node, names in enumerate(hosts) if len(names) > 1]
+    if split:
+        yield WARNING, f"ranks of node {', '.join(split)} run on several machines"
+    if len(hosts) > 1 and len(set.union(*hosts)) == 1:
+        yield WARNING, "all nodes are one machine: an emulated cluster, or a wrong --nproc-per-node"
+
+
+def differing_facts(facts: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield each fact that is not the same on all ranks: its values, each with the ranks that have it."""
+    own = ("device", "cores", "threads", "open_files")
+    flat = [{**{name: row[name] for name in own}, **row["versions"], **row["environment"]} for row in facts]
+    for name in dict.fromkeys(name for row in flat for name in row):
+        values: dict[str, list[int]] = {}
+        for rank, row in enumerate(flat):
+            value = row.get(name)
+            values.setdefault("not set" if value is None else str(value), []).append(rank)
+        if len(values) > 1:
+            yield f"{name}: " + "; ".join(f"{value} (rank {ranks_text(ranks)})" for value, ranks in values.items())
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return ranks with runs of them as "0 to 3"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
+
+
+def kernel_rate(measurements: Sequence[dict[str, Any]], kind: str) -> float:
+    """Return the highest rate of a rank's kernels of a kind, in FLOP/s."""
+    return max(row["flops"] / row["seconds"] for row in measurements if row["kind"] == kind)
+
+
+def _kernels(report: dict[str, Any]) -> Iterator[Finding]:
+    for kind, name in (("attention", "attention"), ("linear", "matrix products")):
+        rates = [kernel_rate(rows, kind) for rows in report["kernels"]]
+        if not rates:
+            continue
+        middle = median(rates)
+        slow = [rank for rank, rate in enumerate(rates) if rate < SLOW_DEVICE * middle]
+        for rank in slow:
+            yield WARNING, f"rank {rank} computes {name} at {rates[rank] / middle:.0%} of the median of all ranks"
+        if not slow:
+            yield GOOD, f"{name}: all ranks within {1 - min(rates) / middle:.0%} of the median"
+
+
+def _links(report: dict[str, Any]) -> Iterator[Finding]:
+    for kind, name in KINDS.items():
+        rows = [row for row in report["links"] if row["kind"] == kind]
+        rates = [(row["there"], row["pair"]) for row in rows] + [(row["back"], row["pair"][::-1]) for row in rows]
+        if not rates:
+            continue
+        middle = median_high(rate for rate, _ in rates)
+        slow = [(rate, pair) for rate, pair in sorted(rates) if rate < SLOW_LINK * middle]
+        for rank in sorted({rank for _, pair in slow for rank in pair}):
+            number, total = (sum(rank in pair for _, pair in pairs) for pairs in (slow, rates))
+            if number >= 3 and number > total / 2:
+                ends = f"{number} of the slow directions begin or end at rank {rank}"
+                yield WARNING, f"links {name}: {ends}: look at its NIC or port"
+        for rate, (source, target) in slow[:8]:
+            share = f"{rate_text(rate)}, {rate / middle:.0%} of the median"
+            yield WARNING, f"link {source} to {target} ({name}) carries {share}"
+        if len(slow) > 8:
+            yield WARNING, f"links {name}: {len(slow) - 8} more directions are slow"
+        if not slow:
+            yield GOOD, f"links {name}: {rate_text(middle)} in the median, none below {SLOW_LINK:.0%} of that"
+        held = [row["pair"] for row in rows if row["both"] < HELD_UP * min(row["there"], row["back"])]
+        if held:
+            pairs = ", ".join(f"{a} - {b}" for a, b in held[:6])
+            text = f"{len(held)} of {len(rows)} links {name} are slower when both directions are in use: {pairs}"
+            yield WARNING, text
+
+
+def rate_text(rate: float) -> str:
+    """Return a rate in bytes/second with three digits and its unit."""
+    return f"{rate / 1e9:.3g} GB/s" if rate >= 1e9 else f"{rate / 1e6:.3g} MB/s"
+
+
+def rank_tables(report: dict[str, Any]) -> list[Table]:
+    """Return the tables: ranks, links, the fitted cluster, algorithms."""
+    ranks = []
+    for rank, facts in enumerate(report["ranks"]):
+        rates = ["-", "-"]
+        if report["kernels"]:
+            rows = report["kernels"][rank]
+            rates = [f"{kernel_rate(rows, kind) / 1e12:.3g}" for kind in ("attention", "linear")]
+        memory = format_bytes(facts["memory"])
+        ranks.append((str(rank), facts["host"], facts["device"], memory, *rates))
+    columns = ("rank", "host", "device", "memory", "attention, TFLOP/s", "products, TFLOP/s")
+    tables = [Table("Ranks", columns, tuple(ranks))]
+    for kind, name in KINDS.items():
+        rows = [row for row in report["links"] if row["kind"] == kind]
+        if rows:
+            tables.append(_link_table(f"Links {name}, GB/s from the rank of the line", rows))
+    if report["cluster"] is not None:
+        tables += cluster_tables(report["cluster"])
+    runs = [
+        (
+            row["algorithm"],
+            f"{row['measured'] * 1e3:,.2f}" if "measured" in row else "-",
+            f"{row['predicted'] * 1e3:,.2f}" if row.get("predicted") else "-",
+            f"refused: {row['refused']}" if "refused" in row else "ok" if row["wrong"] is None else "WRONG",
+        )
+        for row in report["algorithms"]
+    ]
+    head = ("algorithm", "measured, ms", "simulated, ms", "result")
+    return [*tables, Table("One layer of attention, forward and backward", head, tuple(runs))] if runs else tables
+
+
+def _link_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
+    """Return the matrix of rates of a kind of links: from the rank of the line to that of the column."""
+    rates = {tuple(row["pair"]): row["there"] for row in rows} | {tuple(row["pair"][::-1]): row["back"] for row in rows}
+    ends = sorted({rank for pair in rates for rank in pair})
+    lines = tuple((str(a), *(f"{rates[a, b] / 1e9:.3g}" if (a, b) in rates else "" for b in ends)) for a in ends)
+    return Table(title, ("", *map(str, ends)), lines)

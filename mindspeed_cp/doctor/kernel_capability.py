@@ -1,0 +1,284 @@
+"""Rows that a device may fail: each variant of the npu backend, on shapes for which CANN takes different kernels.
+
+CANN has many kernels for a call of attention and takes one by its type, lengths and widths; a device or a release may
+be wrong in one of them alone. The rows make the profile of a device, by which settings take the fastest variant that
+passed (`mindspeed_cp/device/npu_variants.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mindspeed_cp.device.npu_profile import Condition, NpuIdentity, NpuProfile, ProfileRow, read_profile
+from mindspeed_cp.device.npu_variants import DEFAULTS, VARIANTS, Need, choose_variants
+from mindspeed_cp.doctor.guarded import Failure, GuardedCall
+from mindspeed_cp.doctor.operator import DTYPES, MAX_DIFFERENCE, OperatorCase, plan_of
+from mindspeed_cp.doctor.reference import RESULT_NAMES, reference_inputs, reference_results, relative_difference
+from mindspeed_cp.engine import attend_in_process
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.layout import Documents
+from mindspeed_cp.ops.attention.npu.backend import NpuAttention
+from mindspeed_cp.ops.attention.npu.fused_operator import FusedOperator, TorchNpuOperator
+from mindspeed_cp.plan import AttentionConfig, Plan
+from mindspeed_cp.report.files import write_atomically
+
+# By CANN's public sources, kernels change at these lengths; they divide by nothing where the shape allows it.
+SHORT = [301, 97, 510]  # mean below 1,024
+LONG = [1290, 801]  # mean from 1,024
+EQUAL = [256, 256, 256]
+MANY = [515, *(121 + i % 13 for i in range(61))]  # 8,244 rows
+MASKED = [1031, 57]  # one matrix of 1,088 rows
+
+#: Error of a deterministic row whose second run gave other bits.
+_OTHER_BITS = "two runs under deterministic algorithms have other bits in {}"
+
+
+@dataclass(frozen=True)
+class CapabilityCase:
+    """A variant of the npu backend on a shape.
+
+    Attributes:
+        option, variant: option of the npu backend that the row is about, and its value.
+        case: documents, attention, plan, and the options of its calls.
+        condition: the attention that the row concerns.
+    """
+
+    option: str
+    variant: str
+    case: OperatorCase
+    condition: Condition = field(default_factory=Condition)
+
+    @property
+    def lowering(self) -> str:
+        """npu_lowering of its calls."""
+        return str(self.case.npu.get("lowering", "tnd"))
+
+
+def _case(
+    name: str,
+    lengths: list[int],
+    attention: AttentionConfig,
+    *,
+    option: str = "lowering",
+    kv_lengths: list[int] | None = None,
+    algorithm: str = "ring",
+    ranks: int = 1,
+    condition: Condition | None = None,
+    **npu: str,
+) -> CapabilityCase:
+    """Return a case: `option` is what the row is about, `npu` the options that differ from the defaults."""
+    case = OperatorCase(name, lengths, attention, kv_lengths, (algorithm, ranks, {}), npu)
+    return CapabilityCase(option, npu.get(option, DEFAULTS[option]), case, condition or Condition())
+
+
+def _widths() -> Iterator[CapabilityCase]:
+    for width, width_v in ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128)):
+        heads, condition = (
+            f"heads of {width}" + f" and {width_v}" * (width != width_v),
+            Condition(widths=[width, width_v]),
+        )
+        for mean, lengths in (("mean below 1,024", [301, 97, 333]), ("mean from 1,024", LONG)):
+            attention = AttentionConfig(1, head_dim=width, head_dim_v=width_v)
+            yield _case(f"{heads}, {mean}", lengths, attention, condition=condition)
+
+
+_PLAIN = AttentionConfig(2, 1, 64)
+_ONE_HEAD = AttentionConfig(1, head_dim=64)
+_TWO_HEADS = AttentionConfig(2, head_dim=128)
+_WIDE = AttentionConfig(2, 1, 128)
+_FULL = AttentionConfig(2, 1, 64, mask="full")
+_GROUP_OF_4 = AttentionConfig(4, 1, 128)
+_WINDOW = AttentionConfig(2, 1, 64, window=(37, 0))
+_ALIBI = AttentionConfig(2, 1, 64, alibi=True)
+_MASKS = {"lowering": "masks"}
+_GROUP: dict[str, Any] = {"condition": Condition(min_group=4)}
+_BAND: dict[str, Any] = {"condition": Condition(window=True)}
+_BITS: dict[str, Any] = {"condition": Condition(deterministic=True)}
+_STATISTICS: dict[str, Any] = {"option": "statistics"}
+_GAPS: dict[str, Any] = {"option": "key_gaps"}  # of the second document's keys, in one of the steps
+_SLOPES: dict[str, Any] = {"option": "alibi", "condition": Condition(alibi=True)}
+
+# fmt: off
+CAPABILITY_CASES: tuple[CapabilityCase, ...] = (
+    _case("equal lengths, D 128", EQUAL, _TWO_HEADS),
+    _case("mean below 1,024", SHORT, _PLAIN),
+    _case("mean from 1,024", LONG, _ONE_HEAD),
+    _case("other keys than queries, mean below 1,024", [300, 133], _FULL, kv_lengths=[201, 401]),
+    _case("other keys than queries, mean from 1,024", [1100, 1000], _FULL, kv_lengths=[1027, 1300]),
+    _case("more than 8,192 rows", MANY, _PLAIN),
+    _case("masks, rows that fit in one block", [29], _PLAIN, **_MASKS),
+    _case("masks, short", [301, 97], _PLAIN, **_MASKS),
+    _case("masks, from 1,024", MASKED, _ONE_HEAD, **_MASKS),
+    _case("masks, from 1,024, D 96", MASKED, AttentionConfig(1, head_dim=96), **_MASKS),
+    _case("masks, other keys than queries", [300, 133], _FULL, kv_lengths=[201, 401], **_MASKS),
+    _case("group of 4, D 128, mean below 1,024", SHORT, _GROUP_OF_4, **_GROUP),
+    _case("group of 4, D 128, mean from 1,024", LONG, _GROUP_OF_4, **_GROUP),
+    _case("group of 4, D 128, masks", [301, 97], _GROUP_OF_4, **_GROUP, **_MASKS),
+    _case("window, mean below 1,024", SHORT, _WINDOW, **_BAND),
+    _case("window, mean from 1,024", LONG, AttentionConfig(1, head_dim=64, window=(400, 0)), **_BAND),
+    _case("window, equal lengths", EQUAL, AttentionConfig(2, head_dim=128, window=(37, 0)), **_BAND),
+    _case("window, masks", [301, 97], _WINDOW, **_BAND, **_MASKS),
+    _case("deterministic, rows below 1,024", SHORT, _PLAIN, **_BITS),
+    _case("deterministic, rows from 1,024", LONG, _ONE_HEAD, **_BITS),
+    _case("deterministic, rows from 1,024, other keys", [1100, 800], _FULL, kv_lengths=[1027, 1100], **_BITS),
+    _case("deterministic, masks", MASKED, _ONE_HEAD, **_BITS, **_MASKS),
+    *_widths(),
+    _case("ring of 3, (max, sum)", [601, 97], _PLAIN, ranks=3, **_STATISTICS),
+    _case("ring of 3, (lse, 1)", [601, 97], _PLAIN, ranks=3, **_STATISTICS, statistics="lse"),
+    _case("(lse, 1), mean from 1,024", LONG, _ONE_HEAD, **_STATISTICS, statistics="lse"),
+    _case("ring of 3, masks, (max, sum)", [601, 97], _PLAIN, ranks=3, **_STATISTICS, **_MASKS),
+    _case("ring of 3, masks, (lse, 1)", [601, 97], _PLAIN, ranks=3, **_STATISTICS, **_MASKS, statistics="lse"),
+    _case("ring of 3, keys copied", [601, 97], _WIDE, ranks=3, **_GAPS),
+    _case("ring of 3, key gaps", [601, 97], _WIDE, ranks=3, **_GAPS, key_gaps="skipped"),
+    _case("ring of 4, many key gaps", [301, 97, 200], _PLAIN, ranks=4, **_GAPS, key_gaps="skipped"),
+    _case("ALiBi, ring of 3, a call for each square", [603, 97], _ALIBI, ranks=3, **_SLOPES),
+    _case("ALiBi, squares from 1,024", LONG, AttentionConfig(1, head_dim=64, alibi=True), **_SLOPES),
+    _case("ALiBi, ring of 3, shared starts", [603, 97], _ALIBI, ranks=3, **_SLOPES, alibi="shared"),
+    _case("ALiBi, 4 ranks, shared starts", [401, 297, 350], _ALIBI, algorithm="all_gather", ranks=4, **_SLOPES,
+          alibi="shared"),
+)
+# fmt: on
+
+
+def capability_calls(
+    seed: int = 0, cases: Sequence[CapabilityCase] = CAPABILITY_CASES
+) -> list[tuple[CapabilityCase, str, GuardedCall]]:
+    """Return case, type and guarded call of every row, in an order in which references can be used again."""
+    return [
+        (case, dtype, GuardedCall(measure_capability, (case, dtype, seed), case.case.name))
+        for case in sorted(cases, key=lambda case: repr(case.case.reference_key(seed)))
+        for dtype in DTYPES
+    ]
+
+
+def measure_capability(
+    case: CapabilityCase, dtype: str, seed: int, operator: FusedOperator | None = None
+) -> dict[str, Any]:
+    """Run forward and backward of a case twice and compare the first with the fp64 reference.
+
+    Args:
+        case: the case.
+        dtype: "fp32", "fp16" or "bf16".
+        seed: seed of the inputs.
+        operator: the fused operators, for tensors on the CPU; None: those of torch_npu, on the NPU.
+
+    Returns:
+        {"differences", "seconds", "error"} of a ProfileRow: the seconds are those of the second run, whose kernels are
+        loaded.
+    """
+    device = "npu" if operator is None else "cpu"
+    key = case.case.reference_key(seed)
+    rows = [x.to(device, DTYPES[dtype], copy=True) for x in reference_inputs(key)]
+    backend = NpuAttention(**case.case.npu, operator=TorchNpuOperator() if operator is None else operator)
+    plan = plan_of(case.case, Documents(case.case.lengths), Documents(case.case.kv_rows))
+    with deterministic_algorithms(case.condition.deterministic):
+        first = _run(plan, rows, backend)
+        start = time.perf_counter()
+        second = _run(plan, rows, backend)
+        seconds = time.perf_counter() - start
+    reference = reference_results(key)
+    differences = {name: relative_difference(first[name], reference[name]) for name in RESULT_NAMES}
+    other_bits = [name for name in RESULT_NAMES if not torch.equal(first[name], second[name])]
+    error = _OTHER_BITS.format(", ".join(other_bits)) if case.condition.deterministic and other_bits else None
+    return {
+        "differences": {name: size if size < float("inf") else None for name, size in differences.items()},
+        "seconds": seconds,
+        "error": error,
+    }
+
+
+def _run(plan: Plan, rows: Sequence[Tensor], backend: NpuAttention) -> dict[str, Tensor]:
+    """Return the results of forward and backward, on the host."""
+    q, k, v, dout = rows
+    results = vars(attend_in_process(plan, q, k, v, dout, backend))
+    return {name: x.cpu() for name, x in results.items() if x is not None}
+
+
+@contextmanager
+def deterministic_algorithms(enabled: bool) -> Iterator[None]:
+    """Let torch use deterministic algorithms alone within the block, if enabled.
+
+    torch.use_deterministic_algorithms does the same, and imports the compiler: seconds.
+    """
+    before = torch.get_deterministic_debug_mode()
+    torch.set_deterministic_debug_mode("error" if enabled else "default")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode(before)
+
+
+def profile_row(case: CapabilityCase, dtype: str, result: dict[str, Any] | Failure) -> ProfileRow:
+    """Return the row of a result of :func:`measure_capability`, or of its failure."""
+    limit = MAX_DIFFERENCE[dtype]
+    if isinstance(result, Failure):
+        result = {"differences": {}, "seconds": None, "error": result.error}
+    sizes = result["differences"].values()
+    values: dict[str, Any] = {
+        "name": case.case.name,
+        "option": case.option,
+        "variant": case.variant,
+        "lowering": case.lowering,
+        "dtype": dtype,
+        "condition": case.condition,
+        "limit": limit,
+        "ok": result["error"] is None and all(size is not None and size <= limit for size in sizes),
+    }
+    return ProfileRow(**values, **result)
+
+
+def make_profile(rows: Sequence[ProfileRow], identity: NpuIdentity) -> NpuProfile:
+    """Return the profile of rows and of the device that they were measured on."""
+    return NpuProfile(format=2, rows=list(rows), **vars(identity))
+
+
+def taken_by_profile(profile: NpuProfile) -> tuple[tuple[str, ...], ...]:
+    """Return a row for each type, with and without ALiBi: the variants of heads of 128 with windows, eight query heads
+    for a key head; or why there are none."""
+    rows = []
+    for dtype in dict.fromkeys(row.dtype for row in profile.rows):
+        for alibi in (False, True):
+            need = Need(dtype, alibi, window=True, widths=(128, 128), group=8, deterministic=False)
+            name = f"{dtype}, ALiBi" if alibi else dtype
+            try:
+                chosen = choose_variants(profile, "FILE", need, {})
+            except ConfigError:
+                rows.append((name, "none passed", *("-" for _ in list(VARIANTS)[1:])))
+                continue
+            rows.append((name, *(chosen[option] if option != "alibi" or alibi else "-" for option in VARIANTS)))
+    return tuple(rows)
+
+
+def check_profile_path(path: Path) -> None:
+    """Raise ConfigError unless a profile can be written to a path: before minutes of work."""
+    if not path.parent.is_dir():
+        raise ConfigError(f"--npu-profile {path}: there is no folder {path.parent}; make it, or give another one")
+    if not os.access(path.parent, os.W_OK):
+        raise ConfigError(f"--npu-profile {path}: the folder {path.parent} cannot be written; give another one")
+    if not path.exists():
+        return
+    try:
+        read_profile(str(path))
+    except ConfigError:
+        raise ConfigError(
+            f"--npu-profile {path}: there is another file, which is no sound profile; remove it, or give another name"
+        ) from None
+
+
+def write_json(option: str, path: Path, content: dict[str, Any]) -> None:
+    """Write a file of an option; one that is there is replaced as a whole.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    write_atomically(option, path, lambda new: new.write_text(json.dumps(content, indent=1) + "\n", "utf-8"))

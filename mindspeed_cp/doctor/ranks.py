@@ -1,0 +1,474 @@
+"""`mindspeed-cp doctor` under torchrun: the checks of one machine on every rank, and the links and algorithms of all.
+
+Ranks agree over torchrun's store and not over the links that are measured: each gives rank 0 a row of JSON, and rank 0
+answers. So an error on any rank is a row of the report, and the others go on::
+
+    rank 0     facts  operator  kernels | pair (0, 1)  pair (0, 2) ..  | fit, algorithms
+    rank 1     facts  operator  kernels | pair (0, 1)        -         |
+               no message between ranks | a group of two for each pair | a group of all, which needs every link
+
+Rank 0 writes the report after every stage; a rank that dies ends the launch, and what was measured is in the file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from mindspeed_cp.algorithms import ALGORITHMS, build_plan
+from mindspeed_cp.cluster import LayerCost
+from mindspeed_cp.cluster.assemble import assemble_cluster
+from mindspeed_cp.cluster.cluster import Cluster
+from mindspeed_cp.cluster.measurements import MeasuredFits, Measurement
+from mindspeed_cp.comm.local_ranks import NO_ANSWER
+from mindspeed_cp.device.open_files import check_open_files, raise_limit
+from mindspeed_cp.device.versions import version_report
+from mindspeed_cp.doctor import LONG_CASES, SHORT_CASES, check_operator
+from mindspeed_cp.doctor.algorithm_run import compare_with_reference, small_lengths, time_layers
+from mindspeed_cp.doctor.findings import findings, is_ok, rank_tables
+from mindspeed_cp.doctor.kernel_capability import write_json
+from mindspeed_cp.doctor.kernel_timing import KernelSizes, measure_kernels
+from mindspeed_cp.doctor.launch import Launch
+from mindspeed_cp.doctor.links import SIZES, LinkTimer, error_text, first_error, join_process_group, measure_links
+from mindspeed_cp.doctor.machine import device_memory, device_name, machine_status, npu_versions, rank_device, versions
+from mindspeed_cp.doctor.operator import DTYPES
+from mindspeed_cp.doctor.tables import print_tables
+from mindspeed_cp.errors import ConfigError, PeerError, PlanError
+from mindspeed_cp.layout import Documents
+from mindspeed_cp.ops.host_memory import keep_freed_memory
+from mindspeed_cp.plan import AttentionConfig, Topology
+from mindspeed_cp.simulate import simulate_plan
+
+FORMAT = 1
+MAX_TOKENS_PER_RANK, LEAST_TOKENS_PER_RANK = 1 << 16, 64
+JOIN_SECONDS = 300.0  # until all ranks have reached the store
+STAGE_SECONDS = 600.0  # of a stage without messages on one rank
+MAX_BROKEN_LINKS = 12  # after which no more are measured
+MAX_NODE_ROUNDS = 7  # of pairs of nodes: all pairs of 8 nodes; of more nodes, each meets 7
+KERNEL_SECONDS, FIT_SECONDS = 5.0, 0.5
+ATTENTION = AttentionConfig(8, 8, 64)
+
+#: Variables that libraries of communication and devices read.
+PREFIXES = (
+    "HCCL_", "NCCL_", "GLOO_", "TORCH_", "PYTORCH_", "ASCEND_", "ACL", "OMP_", "MKL_", "CUDA_", "P2P_HCCL_", "RDMA_",
+    "UCX_", "MALLOC_", "TASK_QUEUE_ENABLE", "CPU_AFFINITY_CONF", "MULTI_STREAM_MEMORY_REUSE",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DeviceDefaults:
+    """Sizes for a kind of device: tokens of a rank, type, rows of the largest timed tile, hidden size of the timed
+    matrix products, bytes of the largest message, and seconds until a silent link counts as hung."""
+
+    tokens_per_rank: int
+    dtype: str
+    longest: int
+    hidden_size: int
+    message_bytes: int
+    link_seconds: float
+
+
+#: Devices that are measured. HCCL itself waits 120 s for a connection.
+DEFAULTS = {
+    "cpu": DeviceDefaults(1024, "fp32", 1024, 512, 8 << 20, 20.0),
+    "npu": DeviceDefaults(8192, "bf16", 16384, 4096, 64 << 20, 150.0),
+}
+
+
+class StoreAgreement:
+    """Rows of all ranks to rank 0, and its answer to all, over a store.
+
+    Args:
+        store: the store of the ranks.
+        rank, ranks: number of this rank, and of all.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, ranks: int) -> None:
+        self.store, self.rank, self.ranks, self._number = store, rank, ranks, 0
+
+    def agree(self, row: dict[str, Any], decide: Callable[[list[dict[str, Any]]], Any], seconds: float) -> Any:
+        """Give rank 0 a row, and return what it decides by the rows of all ranks.
+
+        Args:
+            row: JSON values.
+            decide: called on rank 0 alone; returns a JSON value. A rank without an answer has {"error": text}.
+            seconds: limit of rank 0's wait after its own row.
+
+        Raises:
+            PeerError: rank 0 has ended or gives no answer.
+        """
+        self._number += 1
+        answer_key = f"answer/{self._number}"
+        try:
+            self.store.set(f"row/{self._number}/{self.rank}", json.dumps([row]))
+            if self.rank:
+                answer = self._wait(answer_key, time.monotonic() + 2 * seconds + JOIN_SECONDS)
+                if answer is None:
+                    raise PeerError(f"rank {self.rank}: rank 0 gives no answer")
+                return answer[0]
+            deadline, silent = time.monotonic() + seconds, {"error": f"{NO_ANSWER} within {seconds:g} s"}
+            rows = [self._wait(f"row/{self._number}/{rank}", deadline) or silent for rank in range(self.ranks)]
+            answer = decide([row if row is silent else row[0] for row in rows])
+            self.store.set(answer_key, json.dumps([answer]))
+            return answer
+        except dist.DistNetworkError as error:
+            raise PeerError(f"rank {self.rank}: the store of the ranks is gone, so rank 0 has ended") from error
+
+    def _wait(self, key: str, deadline: float) -> Any:
+        try:
+            self.store.wait([key], timedelta(seconds=max(0.1, deadline - time.monotonic())))
+        except dist.DistStoreError:
+            return None
+        return json.loads(self.store.get(key))
+
+
+def check_ranks(
+    launch: Launch, report: Path, kind: str, *, tokens: int | None, link_seconds: float | None, as_json: bool
+) -> int:
+    """Take part in the check as one of the ranks that torchrun started.
+
+    Args:
+        launch: this rank.
+        report: file that rank 0 writes.
+        kind: a key of DEFAULTS.
+        tokens: tokens of the batch divided by ranks; None: the device's.
+        link_seconds: seconds until a silent link counts as hung; None: the device's.
+        as_json: True to print the report as JSON.
+
+    Returns:
+        The exit code, on every rank: 0 if nothing failed and every result was right, else 1.
+
+    Raises:
+        ConfigError: an argument is not valid, or the report cannot be written.
+        PeerError: the store of the ranks is gone.
+    """
+    if kind not in DEFAULTS:
+        raise ConfigError(
+            f"--device {kind}: is not measured over all ranks; valid under torchrun: auto, {', '.join(DEFAULTS)}; in "
+            "one process the doctor checks it"
+        )
+    if tokens is not None and not LEAST_TOKENS_PER_RANK <= tokens <= MAX_TOKENS_PER_RANK:
+        raise ConfigError(f"--tokens-per-rank {tokens}: valid: {LEAST_TOKENS_PER_RANK} to {MAX_TOKENS_PER_RANK:,}")
+    raise_limit()
+    check_open_files(launch.ranks)
+    try:
+        store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=JOIN_SECONDS)))
+    except (RuntimeError, ValueError) as error:
+        place = f"MASTER_ADDR={os.environ['MASTER_ADDR']}, MASTER_PORT={os.environ['MASTER_PORT']}"
+        raise ConfigError(
+            f"{place}: rank {launch.rank} reaches no store there ({' '.join(str(error).split())[:160]}); check that "
+            "rank 0 has started and that no firewall is between"
+        ) from None
+    agreement = StoreAgreement(dist.PrefixStore("doctor", store), launch.rank, launch.ranks)
+    check = RanksCheck(launch, agreement, report, kind, tokens, link_seconds)
+    try:
+        check.run(sys.stderr if as_json else sys.stdout)
+    finally:
+        with suppress(Exception):
+            dist.destroy_process_group()
+    if launch.rank == 0 and as_json:
+        print(json.dumps(check.report))
+    elif launch.rank == 0:
+        print_tables(rank_tables(check.report))
+        for level, text in findings(check.report):
+            print(f"{level}: {text}")
+        print(f"written: {report}, to attach to a question; it has names of hosts and values of variables")
+    return int(agreement.agree({}, lambda _: 0 if is_ok(check.report) else 1, STAGE_SECONDS))
+
+
+class RanksCheck:
+    """The stages of a check on one rank; see :func:`check_ranks`.
+
+    Attributes:
+        report: on rank 0, what was measured, as JSON values.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        agreement: StoreAgreement,
+        path: Path,
+        kind: str,
+        tokens: int | None,
+        link_seconds: float | None,
+    ) -> None:
+        self.launch, self.agreement, self._path, self._kind = launch, agreement, path, kind
+        self._defaults = DEFAULTS[kind]
+        self._dtype = self._defaults.dtype
+        self._tokens = tokens or self._defaults.tokens_per_rank
+        self._link_seconds = link_seconds or self._defaults.link_seconds
+        self._timer: LinkTimer | None = None
+        self._cluster: Cluster | None = None
+        self.report: dict[str, Any] = {
+            "format": FORMAT, "finished": False, "nodes": launch.nodes, "ranks_per_node": launch.ranks_per_node,
+            "device": kind, "dtype": self._dtype, "tokens_per_rank": self._tokens, "link_seconds": self._link_seconds,
+            "ranks": [], "operator": [], "kernels": [], "links": [], "cluster": None, "fit_error": None, "algorithms": [],
+            "failures": [], "seconds": {},
+        }  # fmt: skip
+
+    def run(self, log: Any) -> None:
+        """Run the stages; rank 0 writes the report before and a line to `log` after each.
+
+        Raises:
+            ConfigError: the report cannot be written.
+        """
+        stages = (self._facts, self._operator, self._kernels, self._links, self._join, self._fit, self._algorithms)
+        for number, stage in enumerate(stages):
+            name, start = stage.__name__.strip("_"), time.monotonic()
+            self._write(name)
+            goes_on = stage()
+            self.report["seconds"][name] = time.monotonic() - start
+            if self.launch.rank == 0:
+                print(f"{name}: {self.report['seconds'][name]:.1f} s", file=log, flush=True)
+            if not goes_on:
+                rest = ", ".join(stage.__name__.strip("_") for stage in stages[number + 1 :])
+                self._fail(name, f"not measured after this: {rest}" if rest else "not all was measured")
+                break
+        self.report["finished"] = True
+        self._write(None)
+
+    def _write(self, stage: str | None) -> None:
+        if self.launch.rank == 0:
+            write_json("--report", self._path, {**self.report, "running": stage})
+
+    def _fail(self, stage: str, text: str) -> None:
+        self.report["failures"].append({"stage": stage, "error": text})
+
+    def _collect(
+        self,
+        stage: str,
+        measure: Callable[[], Any],
+        decide: Callable[[list[Any]], Any] = lambda rows: None,
+        seconds: float = STAGE_SECONDS,
+    ) -> bool:
+        """Measure on this rank and give rank 0 the result, or the error, which becomes a failure of the report; return
+        True if all ranks had a result. `decide` is called on rank 0, with the results."""
+
+        def judge(rows: list[dict[str, Any]]) -> bool:
+            error = first_error({rank: row["error"] for rank, row in enumerate(rows) if "error" in row})
+            if error is None:
+                decide([row["result"] for row in rows])
+            else:
+                self._fail(stage, error)
+            return error is None
+
+        return bool(self.agreement.agree(attempt(measure), judge, seconds))
+
+    def _facts(self) -> bool:
+        def measure() -> dict[str, Any]:
+            device, statuses = rank_device(self._kind, self.launch.local_rank), version_report()
+            return {
+                "host": platform.node(), "device": device_name(device), "memory": device_memory(device),
+                **machine_status(),
+                "versions": versions(statuses, False) | (npu_versions() if self._kind == "npu" else {}),
+                "refused": [f"{x.package} {x.version}: {x.reason}" for x in statuses if x.status == "refused"],
+                "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(PREFIXES)},
+            }  # fmt: skip
+
+        return self._collect("facts", measure, self.report["ranks"].extend)
+
+    def _operator(self) -> bool:
+        cases = (*SHORT_CASES, *(LONG_CASES[:2] if self._kind != "cpu" else ()))
+
+        def measure() -> dict[str, Any]:
+            rows, _ = check_operator(self._kind, cases, local_rank=self.launch.local_rank)
+            return {"checks": len(rows), "failed": [row for row in rows if not row["ok"]]}
+
+        self._collect("operator", measure, self.report["operator"].extend)
+        return True
+
+    def _kernels(self) -> bool:
+        tokens = self._tokens * self.launch.ranks
+        longest = max(1024, min(self._defaults.longest, tokens))  # the fit needs tiles whose time grows with FLOPs
+        sizes = KernelSizes(
+            ATTENTION.heads, ATTENTION.kv_heads, ATTENTION.head_dim, longest, self._defaults.hidden_size,
+            DTYPES[self._dtype], KERNEL_SECONDS,
+        )  # fmt: skip
+
+        def measure() -> list[dict[str, Any]]:
+            with torch.no_grad():
+                rows = measure_kernels(rank_device(self._kind, self.launch.local_rank), sizes)
+            return [asdict(row) for row in rows]
+
+        self._collect("kernels", lambda: None)  # then all ranks measure at the same time, as in training
+        self._collect("kernels", measure, self.report["kernels"].extend)
+        return True
+
+    def _links(self) -> bool:
+        """Measure pairs of ranks, each in a group of its own: a link that is broken spoils no other."""
+        broken = 0
+        for kind, pairs in link_slots(self.launch.nodes, self.launch.ranks_per_node):
+            pair = next((pair for pair in pairs if self.launch.rank in pair), None)
+
+            def judge(rows: list[dict[str, Any]], kind: str = kind, pairs: Sequence[Any] = pairs) -> int:
+                errors = 0
+                for first, second in pairs:
+                    error = first_error({r: rows[r]["error"] for r in (first, second) if "error" in rows[r]})
+                    errors += error is not None
+                    if error is None:
+                        self.report["links"].append({"kind": kind, "pair": [first, second], **rows[first]["result"]})
+                    else:
+                        self._fail("links", f"{first} - {second}: {error}")
+                return errors
+
+            row = {} if pair is None else attempt(lambda pair=pair: self._time_pair(pair))
+            broken += int(self.agreement.agree(row, judge, 60.0 + 3 * self._link_seconds))
+            if broken >= MAX_BROKEN_LINKS:
+                break
+        return broken == 0
+
+    def _time_pair(self, pair: tuple[int, int]) -> dict[str, float]:
+        store = dist.PrefixStore(f"pair {pair[0]} {pair[1]}", self.agreement.store)
+        try:
+            timer = self._join_group(store, pair.index(self.launch.rank), 2)
+            return timer.time_pair(self._defaults.message_bytes)
+        finally:
+            with suppress(Exception):
+                dist.destroy_process_group()
+
+    def _join_group(self, store: dist.Store, rank: int, ranks: int) -> LinkTimer:
+        device = rank_device(self._kind, self.launch.local_rank)
+        join_process_group(device, self._link_seconds, store=store, rank=rank, world_size=ranks)
+        return LinkTimer(device, self._link_seconds)
+
+    def _join(self) -> bool:
+        def measure() -> None:
+            store = dist.PrefixStore("all", self.agreement.store)
+            self._timer = self._join_group(store, self.launch.rank, self.launch.ranks)
+
+        return self._collect("join", measure, seconds=60.0 + 3 * self._link_seconds)
+
+    def _fit(self) -> bool:
+        """Measure messages of many sizes, up to what slow links allow, and fit the cluster to them and to the kernels."""
+
+        def largest(_: list[Any]) -> dict[str, int]:
+            slowest = {kind: float("inf") for kind in ("in_node", "network")}
+            for row in self.report["links"]:
+                slowest[row["kind"]] = min(slowest[row["kind"]], row["there"], row["back"])
+            return {kind: max(1 << 16, int(min(rate * FIT_SECONDS, SIZES[-1]))) for kind, rate in slowest.items()}
+
+        sizes = self.agreement.agree({}, largest, STAGE_SECONDS)
+        timer, per_node = self._timer, self.launch.ranks_per_node
+        assert timer is not None
+        return self._collect(
+            "fit",
+            lambda: [asdict(row) for row in measure_links(timer, per_node, sizes)],
+            lambda rows: self._fit_cluster(rows[0]),
+        )
+
+    def _fit_cluster(self, links: list[dict[str, Any]]) -> None:
+        by_size = zip(*self.report["kernels"], strict=True)  # of the ranks, the median: one slow device bends no fit
+        kernels = [{**rows[0], "seconds": median(row["seconds"] for row in rows)} for rows in by_size]
+        rows, per_node = [Measurement(**row) for row in (*kernels, *links)], self.launch.ranks_per_node
+        if per_node == 1:  # nodes of one rank have no links inside
+            rows += [Measurement("in_node", row.seconds, bytes=row.bytes) for row in rows if row.kind == "network"]
+        memory = min(rank["memory"] for rank in self.report["ranks"])
+        try:
+            fits = MeasuredFits.from_measurements(rows, per_node)
+            self._cluster, sources = assemble_cluster("fitted", fits, ranks_per_node=per_node, memory=memory)
+        except ConfigError as error:
+            self.report["fit_error"] = str(error)  # noise of a busy machine breaks nothing
+            return
+        together = {"in_node_all": fits.in_node_all, "network_all": fits.network_all}
+        self.report["cluster"] = {
+            "cluster": asdict(self._cluster), "sources": sources, "fits": fits.table(), "together": together,
+            "measurements": [asdict(row) for row in rows],
+        }  # fmt: skip
+
+    def _algorithms(self) -> bool:
+        keep_freed_memory()  # as training does
+        documents = Documents(uneven_lengths(self._tokens * self.launch.ranks))
+        return all(self._algorithm(name, documents) for name in ALGORITHMS)
+
+    def _algorithm(self, algorithm: str, documents: Documents) -> bool:
+        """Compare and time an algorithm; return False if a rank failed, after which the group is of no use."""
+        launch, timer, topology = self.launch, self._timer, Topology(self.launch.nodes, self.launch.ranks_per_node)
+        assert timer is not None
+        try:
+            small, plan = (
+                build_plan(batch, topology, ATTENTION, algorithm)
+                for batch in (Documents(small_lengths(launch.ranks)), documents)
+            )
+        except (ConfigError, PlanError) as error:  # on all ranks, which plan the same
+            self.report["algorithms"].append({"algorithm": algorithm, "refused": str(error)})
+            return True
+
+        def measure() -> dict[str, Any]:
+            call = launch.rank, self._dtype, timer.device, self._link_seconds
+            return {"wrong": compare_with_reference(small, *call), "seconds": time_layers(plan, *call, timer.seconds)}
+
+        def judge(rows: list[dict[str, Any]]) -> None:
+            wrong = [f"rank {rank}: {row['wrong']}" for rank, row in enumerate(rows) if row["wrong"] is not None]
+            seconds = float(np.median(np.max([row["seconds"] for row in rows], axis=0)))  # of the slowest rank
+            width = ATTENTION.heads * ATTENTION.head_dim
+            layer = LayerCost(0.0, width, bytes_per_element=DTYPES[self._dtype].itemsize)
+            predicted = None if self._cluster is None else simulate_plan(plan, self._cluster, layer).total
+            self.report["algorithms"].append(
+                {
+                    "algorithm": algorithm,
+                    "wrong": "; ".join(wrong[:3]) or None,
+                    "measured": seconds,
+                    "predicted": predicted,
+                }
+            )
+
+        return self._collect(f"algorithm {algorithm}", measure, judge)
+
+
+def attempt(measure: Callable[[], Any]) -> dict[str, Any]:
+    """Return {"result": what a measurement returns} or {"error": its error}, whatever it is."""
+    try:
+        return {"result": measure()}
+    except Exception as error:
+        return {"error": error_text(error)}
+
+
+def uneven_lengths(tokens: int) -> list[int]:
+    """Return about a dozen lognormal lengths of documents with so many tokens in all."""
+    generator, mean, spread = np.random.default_rng(0), tokens / 12, 1.2
+    lengths: list[int] = []
+    while sum(lengths) < tokens:
+        length = int(generator.lognormal(np.log(mean) - spread**2 / 2, spread))
+        lengths.append(max(1, min(length, tokens - sum(lengths))))
+    return lengths
+
+
+def tournament(count: int) -> Iterator[list[tuple[int, int]]]:
+    """Yield rounds of disjoint pairs of range(count) in which every pair occurs once (the circle method)."""
+    players = list(range(count)) + [-1] * (count % 2)
+    for _ in range(len(players) - 1):
+        half = len(players) // 2
+        pairs = zip(players[:half], reversed(players[half:]), strict=True)
+        yield [(min(a, b), max(a, b)) for a, b in pairs if min(a, b) >= 0]
+        players = [players[0], players[-1], *players[1:-1]]
+
+
+def link_slots(nodes: int, ranks_per_node: int) -> Iterator[tuple[str, list[tuple[int, int]]]]:
+    """Yield (kind, pairs of ranks whose links are measured at the same time).
+
+    Inside nodes every pair of ranks is measured, one pair of each node at a time. Between nodes every rank is measured
+    with the rank of its own local number on every other node, or on some of more than 8 nodes, one NIC of a node at a
+    time; nodes meet in disjoint pairs.
+    """
+    for pairs in tournament(ranks_per_node):
+        for a, b in pairs:
+            bases = [node * ranks_per_node for node in range(nodes)]
+            yield "in_node", [(base + a, base + b) for base in bases]
+    for number, node_pairs in enumerate(tournament(nodes)):
+        for local in range(ranks_per_node if number < MAX_NODE_ROUNDS else 0):
+            yield "network", [(a * ranks_per_node + local, b * ranks_per_node + local) for a, b in node_pairs]

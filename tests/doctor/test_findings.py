@@ -1,0 +1,132 @@
+"""Sentences about figures that are made up: slow links, devices, wrong results, failures, facts that differ."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mindspeed_cp.doctor.findings import BAD, GOOD, WARNING, findings, is_ok, rank_tables, ranks_text
+
+
+def link(
+    kind: str, first: int, second: int, there: float = 1e9, back: float = 1e9, both: float = 1e9
+) -> dict[str, Any]:
+    return {"pair": [first, second], "kind": kind, "latency": 1e-5, "there": there, "back": back, "both": both}
+
+
+def facts(node: int) -> dict[str, Any]:
+    return {
+        "host": f"h{node}", "device": "CPU", "memory": 1 << 34, "cores": 2, "threads": 1, "open_files": 1024,
+        "versions": {"torch": "2.13.0", "triton": None}, "refused": [], "environment": {"OMP_NUM_THREADS": "1"},
+    }  # fmt: skip
+
+
+@pytest.fixture
+def report() -> dict[str, Any]:
+    """A healthy check of two nodes of two ranks."""
+    kernels = [{"kind": kind, "seconds": 1e-3, "flops": 1e9} for kind in ("attention", "linear")]
+    runs = [
+        {"algorithm": name, "measured": 0.010, "predicted": 0.009, "wrong": None} for name in ("ring", "all_gather")
+    ]
+    return {
+        "nodes": 2, "ranks_per_node": 2, "ranks": [facts(0), facts(0), facts(1), facts(1)], "failures": [],
+        "operator": [{"checks": 27, "failed": []} for _ in range(4)], "kernels": [kernels] * 4, "cluster": None, "fit_error": None,
+        "links": [link("in_node", 0, 1), link("in_node", 2, 3), link("network", 0, 2), link("network", 1, 3)],
+        "algorithms": runs,
+    }  # fmt: skip
+
+
+def texts(report: dict[str, Any], level: str) -> list[str]:
+    return [text for found_level, text in findings(report) if found_level == level]
+
+
+def test_a_healthy_cluster_has_nothing_but_good_news(report: dict[str, Any]) -> None:
+    assert is_ok(report) and not texts(report, BAD) and not texts(report, WARNING)
+    assert "all 2 runs of algorithms agree with the fp64 reference" in texts(report, GOOD)
+    assert "all 108 checks of the operator agree with the fp64 reference" in texts(report, GOOD)
+
+
+def test_a_slow_direction_is_named_with_its_ends(report: dict[str, Any]) -> None:
+    report["links"][3] = link("network", 1, 3, back=2e8)
+    (text,) = texts(report, WARNING)
+    assert text == "link 3 to 1 (between nodes) carries 200 MB/s, 20% of the median"
+    assert is_ok(report)  # slow is not wrong
+    (table,) = [table for table in rank_tables(report) if "between nodes" in table.title]
+    assert [row for row in table.rows if row[0] in "13"] == [("1", "", "", "", "1"), ("3", "", "0.2", "", "")]
+
+
+def test_a_rank_whose_links_are_all_slow_is_named_first(report: dict[str, Any]) -> None:
+    pairs = [(a, b) for a in range(4) for b in range(a + 1, 4)]
+    report["links"] = [link("in_node", a, b, *([1e8] * 3 if 2 in (a, b) else [])) for a, b in pairs]
+    assert "6 of the slow directions begin or end at rank 2: look at its NIC" in texts(report, WARNING)[0]
+
+
+def test_directions_that_hold_each_other_up_are_a_note(report: dict[str, Any]) -> None:
+    report["links"][0]["both"] = 5e8
+    assert any("1 of 2 links inside nodes are slower when both" in text for text in texts(report, WARNING))
+
+
+def test_a_slow_device_is_named(report: dict[str, Any]) -> None:
+    slow = [{**row, "seconds": 2 * row["seconds"]} for row in report["kernels"][0]]
+    report["kernels"] = [report["kernels"][0], slow, *report["kernels"][:2]]
+    assert "rank 1 computes attention at 50% of the median of all ranks" in texts(report, WARNING)
+
+
+def test_facts_that_differ_are_named_with_their_ranks(report: dict[str, Any]) -> None:
+    report["ranks"][3]["versions"] = {"torch": "2.12.0", "triton": None}
+    report["ranks"][2]["environment"] = {"OMP_NUM_THREADS": "1", "HCCL_BUFFSIZE": "100"}
+    report["ranks"][1]["threads"] = 2
+    assert texts(report, WARNING) == [
+        "ranks differ in threads: 1 (rank 0, 2 to 3); 2 (rank 1)",
+        "ranks differ in torch: 2.13.0 (rank 0 to 2); 2.12.0 (rank 3)",
+        "ranks differ in HCCL_BUFFSIZE: not set (rank 0 to 1, 3); 100 (rank 2)",
+    ]
+    assert ranks_text([0, 1, 2, 5, 7, 8]) == "0 to 2, 5, 7 to 8"
+
+
+def test_nodes_that_are_one_machine_or_split_are_a_note(report: dict[str, Any]) -> None:
+    report["ranks"][1]["host"] = "elsewhere"
+    assert "ranks of node 0 run on several machines" in texts(report, WARNING)
+    for row in report["ranks"]:
+        row["host"] = "one"
+    assert any("all nodes are one machine" in text for text in texts(report, WARNING))
+
+
+def test_a_version_that_is_too_old_is_bad(report: dict[str, Any]) -> None:
+    report["ranks"][2]["refused"] = ["torch 2.1: needs 2.7"]
+    assert texts(report, BAD) == ["rank 2: torch 2.1: needs 2.7"] and not is_ok(report)
+
+
+def test_times_that_the_simulator_does_not_expect_are_a_note(report: dict[str, Any]) -> None:
+    report["algorithms"][0]["predicted"] = 0.001
+    assert texts(report, WARNING) == [
+        "simulated times after the fit are off by 50% in the mean, 90% at worst, over 2 runs"
+    ]
+
+
+def test_a_fit_that_fails_is_a_note(report: dict[str, Any]) -> None:
+    report["fit_error"] = "in_node: no rate"
+    (text,) = texts(report, WARNING)
+    assert text.endswith("nothing was simulated: in_node: no rate") and is_ok(report)
+
+
+def test_failures_and_wrong_results_come_first_and_fail_the_check(report: dict[str, Any]) -> None:
+    report["algorithms"][1]["wrong"] = "rank 1: dk differs from fp64 by 1.0e+00, limit 1e-05"
+    failed = {"case": "full mask", "dtype": "bf16", "differences": {"dv": 0.5}, "error": None, "limit": 2e-2}
+    report["operator"][3]["failed"] = [failed, {**failed, "differences": {}, "error": "gave no result within 60 s"}]
+    report["failures"] = [{"stage": "links", "error": "1 - 3: rank 3: no answer"}]
+    assert not is_ok(report)
+    assert [text for _, text in findings(report)[:4]] == [
+        "links: 1 - 3: rank 3: no answer",
+        "rank 3: the operator on full mask (bf16): dv differs from fp64 by 5.0e-01, limit 2e-02",
+        "rank 3: the operator on full mask (bf16): gave no result within 60 s",
+        "all_gather: rank 1: dk differs from fp64 by 1.0e+00, limit 1e-05",
+    ]
+
+
+def test_a_report_that_ended_early_has_the_tables_of_what_was_measured(report: dict[str, Any]) -> None:
+    report |= {"kernels": [], "links": [], "algorithms": [{"algorithm": "ulysses", "refused": "2 heads"}]}
+    tables = rank_tables(report)
+    assert [table.title.split(",")[0] for table in tables] == ["Ranks", "One layer of attention"]
+    assert tables[1].rows == (("ulysses", "-", "-", "refused: 2 heads"),)
