@@ -125,7 +125,9 @@ def _print(conversion: Conversion, started: str, written: list[str], *, with_set
     lines += [part for note in conversion.notes for part in _wrapped(f"note: {note}", width, "", "    ")]
     if conversion.refused:
         count = len(conversion.refused)
-        lines += _wrapped(f"{count} row{'s are' if count > 1 else ' is'} refused: no settings are written", width, "", "")
+        lines += _wrapped(
+            f"{count} row{'s are' if count > 1 else ' is'} refused: no settings are written", width, "", ""
+        )
     else:
         lines += ["remaining flags:", *(f"    {text}" for text in _flag_lines(conversion.flags))]
     lines += [f"written: {path}" for path in written]

@@ -80,7 +80,9 @@ def find_launch(recording: Recording, name: str, number: int | None = None) -> L
     if number is not None and number > len(trainings):
         raise ConfigError(f"--command {number}: {name} starts {len(trainings)}, {_listed(trainings)}")
     if number is None and len(trainings) > 1:
-        raise ConfigError(f"{name}: starts {len(trainings)} trainings, {_listed(trainings)}; choose by --command NUMBER")
+        raise ConfigError(
+            f"{name}: starts {len(trainings)} trainings, {_listed(trainings)}; choose by --command NUMBER"
+        )
     launch = trainings[(number or 1) - 1]
     notes = []
     values = [words for words in recording.commands if _gives_values(words)]
@@ -106,8 +108,7 @@ def other_work(launch: Launch) -> str | None:
         for pattern, work in _OTHER_WORK:
             if pattern.search(stem):
                 return f"{work}, no training"
-    work = next((work for flag, work in _OTHER_FLAGS.items() if flag in given), None)
-    return None if work is None else f"{work}, no training"
+    return next((f"{work}, no training" for flag, work in _OTHER_FLAGS.items() if flag in given), None)
 
 
 def _read(words: Sequence[str], name: str) -> Launch | None:

@@ -1,6 +1,6 @@
 """A launch script is run with recorders in place of programs: the commands that it would really start.
 
-The script runs in bash in a temporary folder. Its PATH holds tools that only give values (`dirname`, `seq`, `sed`, ...),
+The script runs in bash in a temporary folder. Its PATH holds tools that only give values (`dirname`, `seq`, ...),
 programs that start another one (`nohup`, `srun`, ...), which pass on to what they would start, and recorders: torchrun,
 python and the like write down their words and exit with 0. Every other program is recorded, too, and does nothing.
 The environment is small, standard input is empty, there is a time limit, and no network where `unshare` works.
@@ -8,6 +8,7 @@ The environment is small, standard input is empty, there is a time limit, and no
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -96,7 +97,7 @@ _STAND_INS = {
     "tee": "exec cat",
     "sleep": "exit 0",
     "which": 'command -v "$@"',
-    "hostname": 'case $1 in -i|-I) echo 127.0.0.1 ;; *) echo localhost ;; esac',
+    "hostname": "case $1 in -i|-I) echo 127.0.0.1 ;; *) echo localhost ;; esac",
     "sed": 'for word; do case $word in -i*|--in-place*|-[nrEsuz]*i*) exit 0 ;; esac; done; exec @SED@ "$@"',
     "mkdir": 'for word; do case $word in -*) ;; *) folder=$(@REALPATH@ -m -- "$word"); '
     'case $folder in @ROOT@/*) @MKDIR@ -p -- "$folder" ;; esac ;; esac; done; exit 0',
@@ -120,9 +121,7 @@ class Recording:
     has_network: bool
 
 
-def record(
-    path: str | Path, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
-) -> Recording:
+def record(path: str | Path, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Recording:
     """Run a script with recorders in place of programs.
 
     Args:
@@ -250,7 +249,7 @@ def _run(command: Sequence[str], folder: Path, variables: Mapping[str, str]) -> 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
     """Wait a moment for what the script left in the background, and end it."""
-    for _ in range(50):
+    for _ in range(200):
         try:
             os.killpg(process.pid, 0)
         except (ProcessLookupError, PermissionError):
@@ -258,10 +257,8 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
         if process.poll() is None:
             break
         time.sleep(0.01)
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
     process.wait()
 
 

@@ -6,10 +6,11 @@ import json
 import re
 from typing import Any
 
-from mindspeed_cp.config import Settings
 from mindspeed_cp.config.candidates import SUITE_SECTION
+from mindspeed_cp.config.settings import make_settings
 from mindspeed_cp.convert.rules import Given
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.schema.yaml_file import SettingsFile
 
 #: Whole numbers: flag -> section and key.
 _NUMBERS = {
@@ -55,7 +56,7 @@ def read_sizes(given: Given, suite: dict[str, Any]) -> tuple[dict[str, dict[str,
     note = "fp16 is modelled as bf16, which is as wide" if given.has("--fp16") else ""
     sections = {name: keys for name, keys in sections.items() if keys}
     try:
-        Settings(**{SUITE_SECTION: suite, **sections})
+        make_settings(SettingsFile("the flags", {SUITE_SECTION: suite, **sections}))
     except ConfigError as error:
         return {}, f"no sizes of the model are written for plan and simulate: {error}"
     return sections, note

@@ -142,9 +142,7 @@ def convert_launch(launch: Launch, overrides: Iterable[str] = (), output: str = 
     section = _section(suite)
     sizes, note = read_sizes(given, section)
     notes = (*launch.notes, *((note,) if note else ()))
-    return Conversion(
-        section, sizes, (*words, *work.remaining), tuple(work.added), tuple(work.changes), notes, suite
-    )
+    return Conversion(section, sizes, (*words, *work.remaining), tuple(work.added), tuple(work.changes), notes, suite)
 
 
 @dataclass

@@ -125,6 +125,7 @@ ALTERNATIVES: dict[tuple[str, str], dict[str, Any]] = {
     },
 }  # fmt: skip
 
+
 def test_every_script_is_a_case() -> None:
     assert {path.stem for path in LAUNCHES.glob("*.sh")} == {*CONVERTED, *REFUSED}
     assert len(CONVERTED) >= 11
@@ -179,7 +180,9 @@ def test_only_scripts_that_build_layers_from_the_spec_get_it(launched: str, take
     _, conversion = convert_script(tmp_path / "launch.sh")
     assert ("--spec" in conversion.added) == takes_spec
     (script,) = (row for row in conversion.changes if row.outcome is Outcome.NEXT)
-    assert script.flag == launched.removeprefix("-m ").replace("${MEGATRON}", "") and "docs/megatron.md" in script.became
+    assert (
+        script.flag == launched.removeprefix("-m ").replace("${MEGATRON}", "") and "docs/megatron.md" in script.became
+    )
     others = conversion.to_do
     assert [row.flag for row in others] == ([] if takes_spec else ["--spec mindspeed_cp.megatron.pretrain spec"])
     assert conversion.exit_code == (0 if takes_spec else 3)

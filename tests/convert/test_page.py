@@ -34,6 +34,6 @@ def test_the_page_shows_the_settings_and_the_flags_that_change(page: str, tmp_pa
     removed = [line[2:].split()[0] for line in diff.splitlines() if line.startswith("- ")]
     added = [word for line in diff.splitlines() if line.startswith("+ ") for word in line[2:].split()]
     assert added == list(conversion.added)
-    given = re.findall(r"--[a-z][a-z-]*", script.partition("torchrun")[0])
+    given = re.findall(r"--[a-z][a-z0-9-]*", script.partition("torchrun")[0])
     assert removed == [flag for flag in given if flag not in conversion.kept and not flag.startswith("--n")]
     assert conversion.exit_code == 0

@@ -19,6 +19,7 @@ from mindspeed_cp.convert.rules import (
     MODEL_FLAGS,
     OTHER_FLAGS,
     RULES,
+    Added,
     FlagRule,
     Given,
     Outcome,
@@ -312,9 +313,10 @@ def test_every_condition_holds_for_some_flags_and_not_for_others() -> None:
     scheduled = {"--hybrid-context-parallel": ()}
     givens = [Given(values, {}) for values in launches]
     givens += [Given(values, {"algorithm": "hierarchical"}) for values in ({}, scheduled)]
-    conditions = {condition.text: condition for row in (*RULES, *ADDED_FLAGS) if (condition := row.when)}
+    rows: list[FlagRule | Added] = [*RULES, *ADDED_FLAGS]
+    conditions = {condition.text: condition for row in rows if (condition := row.when)}
     undecided = {}
-    for row in (*RULES, *ADDED_FLAGS):
+    for row in rows:
         if row.when is not None:
             flag = row.flag if isinstance(row, FlagRule) else row.words[0]
             bad = [Given({**given.values, flag: (BAD.get(flag, "1"),)}, given.settings) for given in givens]
@@ -346,7 +348,7 @@ def test_a_refusal_of_a_flag_of_the_model_is_no_advice_to_leave_it_out() -> None
     for rule in RULES:
         if rule.outcome is Outcome.REFUSED and rule.flag.removeprefix("--").replace("-", "_") in CHANGES_MODEL:
             assert rule.becomes == ANOTHER_MODEL, rule
-    assert CHANGES_MODEL <= {rule.setting for rule in (*MODEL_RULES, *ARGUMENT_RULES)}
+    assert {rule.setting for rule in (*MODEL_RULES, *ARGUMENT_RULES)} >= CHANGES_MODEL
 
 
 def test_a_flag_of_the_model_without_a_rule_has_a_row() -> None:

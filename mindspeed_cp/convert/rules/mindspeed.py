@@ -52,7 +52,8 @@ _ADAPTERS = "its adapters and teachers have not been compared beside planned att
 
 _WINDOWS = f"{WINDOW_FLAG} in its place, and --window-attn-skip-freq for layers without a window"
 
-#: Flags that change the model -> number of values (ANY where it is not read), why they are refused, and Megatron's flag of the same meaning.
+#: Flags that change the model -> number of values (ANY where it is not read), why they are refused, and Megatron's
+#: flag of the same meaning.
 _OTHER_MODELS = {
     "--attn-logit-softcapping": (1, _LLM_KERNELS, ANOTHER_MODEL),
     "--interleave-sliding-window": (1, _LLM_KERNELS, _WINDOWS),
@@ -71,8 +72,8 @@ _OTHER_MODELS = {
     "--norm-topk-prob": (
         0,
         _LLM_ROUTER,
-        "leave it out where Megatron's router does the same: with --moe-router-score-function sigmoid, and with softmax "
-        "and no --moe-router-pre-softmax",
+        "leave it out where Megatron's router does the same: with --moe-router-score-function sigmoid, and with "
+        "softmax and no --moe-router-pre-softmax",
     ),
     "--seq-aux": (0, _LLM_ROUTER, "--moe-router-load-balancing-type seq_aux_loss"),
     "--use-global-aux-loss": (0, _LLM_ROUTER, "--moe-router-load-balancing-type global_aux_loss"),
@@ -81,16 +82,15 @@ _OTHER_MODELS = {
         "Megatron's layers have none that do nothing, and would compute in all of them",
         "--pipeline-model-parallel-layout (of Megatron 0.14 and later), with that many layers less",
     ),
-    **{
-        flag: (ANY, _LLM_ROUTER, ANOTHER_MODEL)
-        for flag in (
+    **dict.fromkeys(
+        (
             *("--moe-revert-type-after-topk", "--topk-softmax-in-fp32", "--num-zero-experts"),
             *("--n-hash-layers", "--shared-expert-gate-output-dimension"),
-        )
-    },
-    **{
-        flag: (ANY, _LLM_LAYERS, ANOTHER_MODEL)
-        for flag in (
+        ),
+        (ANY, _LLM_ROUTER, ANOTHER_MODEL),
+    ),
+    **dict.fromkeys(
+        (
             *("--embedding-multiplier-scale", "--input-jitter", "--post-norm", "--output-multiplier-scale"),
             *("--scale-emb", "--dim-model-base", "--scale-depth", "--gelu-tanh", "--geglu", "--add-rmsnorm-offset"),
             *("--output-logit-softcapping", "--input-embeds-norm", "--cla-share-factor", "--share-kvstates"),
@@ -99,22 +99,23 @@ _OTHER_MODELS = {
             *("--use-triton-swiglu-limit", "--enable-mhc", "--hc-mult", "--hc-sinkhorn-iters", "--hc-eps"),
             *("--use-triton-mhc", "--use-fused-mhc", "--enable-mla-scale-q-lora", "--enable-mla-scale-kv-lora"),
             *("--mtp-spec", "--apply-rope-in-complex", "--rope-theta", "--compress-rope-theta", "--rope-factor"),
-        )
-    },
-    **{
-        flag: (ANY, _OWN_EXPERTS, ANOTHER_MODEL)
-        for flag in (
+        ),
+        (ANY, _LLM_LAYERS, ANOTHER_MODEL),
+    ),
+    **dict.fromkeys(
+        (
             *("--moe-model-type", "--expert-interval", "--moe-train-capacity-factor", "--noisy-gate-policy"),
             *("--no-use-rts", "--moe-no-drop", "--moe-use-sinkhorn", "--use-pipe-experts"),
-        )
-    },
-    **{
-        flag: (ANY, _ADAPTERS, ANOTHER_MODEL)
-        for flag in (
+        ),
+        (ANY, _OWN_EXPERTS, ANOTHER_MODEL),
+    ),
+    **dict.fromkeys(
+        (
             *("--lora-r", "--lora-target-modules", "--lora-load", "--lu-lora-final-layer-index", "--qat-scheme"),
             *("--qlora", "--qad-enable", "--layerwise-disaggregated-training"),
-        )
-    },
+        ),
+        (ANY, _ADAPTERS, ANOTHER_MODEL),
+    ),
 }
 
 #: Older names, which MindSpeed-LLM's parser gives to Megatron's.
