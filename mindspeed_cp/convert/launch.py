@@ -156,8 +156,8 @@ def _refuse(recording: Recording, launches: Sequence[Launch], name: str) -> None
             )
     instead = "give the script that starts the training, or flags behind --"
     if launches:
-        shown = shortened(" ".join((*launches[0].launcher, launches[0].entry or "")), _SHOWN)
-        raise ConfigError(f"{name}: no flag of context parallelism in what it starts ({shown}); {instead}")
+        shown = shortened(launches[0].entry or " ".join(launches[0].launcher), _SHOWN)
+        raise ConfigError(f"{name}: {shown}, which it starts, gets no flag of Megatron's; {instead}")
     error = last_error(recording.errors).replace(str(Path(name).resolve()), name)
     reason = f"; its last message: {error}" if error else ""
     if recording.timed_out:

@@ -52,7 +52,9 @@ def read_sizes(given: Given, suite: dict[str, Any]) -> tuple[dict[str, dict[str,
         verb = "is" if len(missing) == 1 else "are"
         return {}, f"no sizes of the model are written for plan and simulate: {', '.join(missing)} {verb} not given"
     _complete(model, given)
-    sections["train"] |= {"bf16": given.has("--bf16") or given.has("--fp16")}
+    sections["train"]["bf16"] = given.has("--bf16") or given.has("--fp16")
+    if given.has("--sequence-parallel") and "tensor_model_parallel_size" in sections["train"]:
+        sections["train"]["sequence_parallel"] = True
     note = "fp16 is modelled as bf16, which is as wide" if given.has("--fp16") else ""
     sections = {name: keys for name, keys in sections.items() if keys}
     try:

@@ -276,6 +276,8 @@ OTHER_CASES: list[tuple[list[str], str, Outcome]] = [
     *((LLAMA3, flag, Outcome.REFUSED) for flag in LLAMA3[::2]),
     (["--low-freq-factor", "1"], "--low-freq-factor", Outcome.STAYS),
     (["--rope-scaling-type", "yarn"], "--rope-scaling-type", Outcome.REFUSED),
+    (["--first-k-dense-replace", "3"], "--first-k-dense-replace", Outcome.REFUSED),
+    (["--first-k-dense-replace", "-1"], "--first-k-dense-replace", Outcome.STAYS),
     (["--dynamic-factor", "6"], "--dynamic-factor", Outcome.REFUSED),
     (["--dynamic-factor", "1.0"], "--dynamic-factor", Outcome.STAYS),
     (["--moe-device-level-aux-loss-coeff", "0.05"], "--moe-device-level-aux-loss-coeff", Outcome.REFUSED),

@@ -66,7 +66,6 @@ _OTHER_MODELS = {
         _LLM_ROUTER,
         "--moe-shared-expert-intermediate-size with the width of all shared experts",
     ),
-    "--first-k-dense-replace": (1, _LLM_LAYERS, '--moe-layer-freq "([0]*K+[1]*(LAYERS-K))"'),
     "--shared-expert-gate": (0, _LLM_ROUTER, "--moe-shared-expert-gate (of Megatron 0.16 and later)"),
     "--router-gating-in-fp32": (0, _LLM_ROUTER, "--moe-router-dtype fp32"),
     "--norm-topk-prob": (
@@ -160,6 +159,15 @@ MINDSPEED_FLAG_RULES = (
         FlagRule(flag, arity, Outcome.REFUSED, reason, becomes=instead)
         for flag, (arity, reason, instead) in _OTHER_MODELS.items()
     ),
+    FlagRule(
+        "--first-k-dense-replace",
+        1,
+        Outcome.REFUSED,
+        _LLM_LAYERS,
+        becomes='--moe-layer-freq "([0]*K+[1]*(LAYERS-K))"',
+        when=Condition("above 0", lambda given: is_number_above(given.value("--first-k-dense-replace", "0"), 0)),
+    ),
+    FlagRule("--first-k-dense-replace", 1, Outcome.STAYS, "no layer is dense by it"),
     FlagRule(
         "--query-pre-attn-scalar",
         1,
