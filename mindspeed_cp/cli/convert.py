@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import textwrap
 from pathlib import Path
@@ -17,31 +18,33 @@ if TYPE_CHECKING:
     from mindspeed_cp.convert import Conversion
 
 DEFAULT_OUTPUT = "suite.yaml"
-_LABELS = {"refused": "instead", "unresolved": "instead", "by hand": "to do"}
+_LABELS = {"refused": "instead", "by hand": "to do", "unknown": "to do", "next": "to do"}
 
 
 def convert(
     source: Annotated[
         list[str] | None,
-        typer.Argument(help="A launch script, which is read and not run; or flags behind --.", show_default=False),
+        typer.Argument(
+            help="A launch script with its arguments, which is run with recorders in place of programs; or flags "
+            "behind --.",
+            show_default=False,
+        ),
     ] = None,
     output: Annotated[
         Path | None,
         typer.Option(help="Write the settings to this file. Default: to the standard output.", show_default=False),
     ] = None,
-    script: Annotated[
-        Path | None,
-        typer.Option(help="Also write the launch script with the new flags to this file.", show_default=False),
-    ] = None,
-    define: Annotated[
+    env: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME=VALUE", help="Give a variable of the script a value. Repeatable.", show_default=False
+            metavar="NAME=VALUE",
+            help="A variable of the script's environment; NAME alone: with its value here. Repeatable.",
+            show_default=False,
         ),
     ] = None,
-    line: Annotated[
+    command: Annotated[
         int | None,
-        typer.Option(min=1, help="Line of the command, if several start a training.", show_default=False),
+        typer.Option(min=1, help="Number of the training, if the script starts several.", show_default=False),
     ] = None,
     overrides: Annotated[
         list[str] | None,
@@ -56,99 +59,80 @@ def convert(
 ) -> int:
     """Turn Megatron's and MindSpeed's context-parallel flags into settings and the flags that remain, and say why.
 
-    mindspeed-cp convert launch.sh --output suite.yaml --script launch_cp.sh
+    mindspeed-cp convert launch.sh --output suite.yaml
 
     mindspeed-cp convert -- --context-parallel-size 8 --context-parallel-algo ulysses_cp_algo
+
+    Exit code 0: the printed flags and settings are complete. 1: a flag is refused, and nothing is written. 2: bad
+    input, or no training with PyTorch. 3: settings are written, and rows "by hand" or "unknown" come first.
     """
     from mindspeed_cp.convert import convert_flags, convert_script
 
     words = source or []
-    is_script = len(words) == 1 and not words[0].startswith("--")
-    if not words or not (is_script or words[0].startswith("--")):
+    is_script = bool(words) and not words[0].startswith("--")
+    if not words:
         raise ConfigError(
             "give a launch script, or flags behind --, as in mindspeed-cp convert -- --context-parallel-size 8"
         )
+    if is_script and output is not None and output.resolve() == Path(words[0]).resolve():
+        raise ConfigError(f"--output {output}: is the launch script, too; give another file")
     path = str(output or DEFAULT_OUTPUT)
-    _refuse_one_file_for_two([("the launch script", words[0])] if is_script else [], output, script)
-    if not is_script:
-        for option, value in (("--script", script), ("--define", define), ("--line", line)):
+    if is_script:
+        launch, conversion = convert_script(
+            words[0], words[1:], overrides or (), path, environment=_read_variables(env or []), command=command
+        )
+        started = " ".join((*launch.launcher, launch.entry or ""))
+    else:
+        for option, value in (("--env", env), ("--command", command)):
             if value:
                 raise ConfigError(f"{option}: needs a launch script in place of flags")
-        conversion = convert_flags(words, overrides or (), path)
-        new_script = None
-    else:
-        defined = _read_defined(define or [])
-        text, launch, conversion = convert_script(words[0], overrides or (), path, defined=defined, line=line)
-        new_script = None
-        if script is not None and not conversion.problems:
-            from mindspeed_cp.convert.rewrite import rewrite_script
-
-            new_script = rewrite_script(text, launch, conversion, defined)
+        conversion, started = convert_flags(words, overrides or (), path), ""
     written = []
-    if output is not None and not conversion.problems:
+    if output is not None and conversion.settings is not None:
         header = f"# Made from {words[0]} by mindspeed-cp convert.\n" if is_script else ""
         output.write_text(header + conversion.yaml(), "utf-8")
         written.append(str(output))
-    if script is not None and new_script is not None:
-        script.write_text(new_script, "utf-8")
-        script.chmod(Path(words[0]).stat().st_mode & 0o777)
-        written.append(str(script))
     if as_json:
-        print(json.dumps({**conversion.as_dict(), "written": written}))
+        print(json.dumps({**conversion.as_dict(), "recorded": started, "written": written}))
     else:
-        _print(conversion, written, with_settings=output is None)
-    return 1 if conversion.problems else 0
+        _print(conversion, started, written, with_settings=output is None)
+    return conversion.exit_code
 
 
-def _refuse_one_file_for_two(read: list[tuple[str, str]], output: Path | None, script: Path | None) -> None:
-    """Raise ConfigError if a file that is written is one that is read, or written twice."""
-    written = [(option, str(path)) for option, path in (("--output", output), ("--script", script)) if path is not None]
-    names: dict[Path, str] = {}
-    for name, path in (*read, *written):
-        place = Path(path).resolve()
-        if place in names:
-            raise ConfigError(f"{name} {path}: is {names[place]}, too; give another file")
-        names[place] = name
-
-
-def _read_defined(texts: list[str]) -> dict[str, str]:
-    defined = {}
+def _read_variables(texts: list[str]) -> dict[str, str]:
+    variables = {}
     for text in texts:
         name, equals, value = text.partition("=")
-        if not equals or not (name.isidentifier() or name.isdigit()):
-            raise ConfigError(f"--define {text!r}: must be NAME=VALUE with a variable of the script, for example CP=8")
-        defined[name] = value
-    return defined
+        if not name.isidentifier() or not (equals or name in os.environ):
+            raise ConfigError(f"--env {text!r}: must be NAME=VALUE, for example CP=8, or the NAME of a variable here")
+        variables[name] = value if equals else os.environ[name]
+    return variables
 
 
-def _print(conversion: Conversion, written: list[str], *, with_settings: bool) -> None:
+def _print(conversion: Conversion, started: str, written: list[str], *, with_settings: bool) -> None:
     """Print the rows, the remaining flags and the settings; with the settings, all else is a comment of theirs."""
     from mindspeed_cp.report.text import output_width
 
     prefix = "# " if with_settings else ""
     width = output_width() - len(prefix)
-    lines: list[str] = []
+    lines = _wrapped(f"recorded: {started}", width, "", "    ") if started else []
     for change in conversion.changes:
-        where = f"  (line {change.line})" if change.line else ""
-        lines += _wrapped(f"{change.outcome.value}: {change.flag}{where}", width, "", "    ")
+        lines += _wrapped(f"{change.outcome.value}: {change.flag}", width, "", "    ")
         if change.became:
             label = _LABELS.get(change.outcome.value, "becomes")
             lines += _wrapped(f"{label}: {change.became}", width, "    ", "        ")
         lines += _wrapped(change.reason, width, "    ", "    ")
     lines += [part for note in conversion.notes for part in _wrapped(f"note: {note}", width, "", "    ")]
-    if conversion.problems:
-        count = len(conversion.problems)
+    if conversion.refused:
+        count = len(conversion.refused)
         lines += _wrapped(
-            f"{count} flag{'s are' if count > 1 else ' is'} refused or unresolved: no settings are written",
-            width,
-            "",
-            "",
+            f"{count} row{'s are' if count > 1 else ' is'} refused: no settings are written", width, "", ""
         )
     else:
         lines += ["remaining flags:", *(f"    {text}" for text in _flag_lines(conversion.flags))]
     lines += [f"written: {path}" for path in written]
     print("\n".join((prefix + text).rstrip() for text in lines))
-    if with_settings and not conversion.problems:
+    if with_settings and conversion.settings is not None:
         print(conversion.yaml(), end="")
 
 
@@ -163,7 +147,7 @@ def _flag_lines(words: tuple[str, ...]) -> list[str]:
     """Return one line for each flag with its values, as a shell takes them."""
     lines: list[list[str]] = []
     for word in words:
-        shown = word if "$" in word or "`" in word else shlex.quote(word)
+        shown = shlex.quote(word)
         if word.startswith("--") or not lines:
             lines.append([shown])
         else:

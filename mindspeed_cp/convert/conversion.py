@@ -9,7 +9,6 @@ import yaml
 
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.config.candidates import SUITE_SECTION
-from mindspeed_cp.convert.command_line import Flag
 from mindspeed_cp.convert.rules import Outcome
 
 
@@ -23,26 +22,16 @@ class Change:
         outcome: what became of it.
         became: settings, new words, the alternative, or what to do; empty if it stays or is left out.
         reason: why.
-        line: line of the script, or None.
-        source: the flag as it was read, or None.
     """
 
     flag: str
     outcome: Outcome
     became: str
     reason: str
-    line: int | None = None
-    source: Flag | None = None
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, str]:
         """Return the change as JSON has it."""
-        return {
-            "flag": self.flag,
-            "outcome": self.outcome.value,
-            "became": self.became,
-            "reason": self.reason,
-            "line": self.line,
-        }
+        return {"flag": self.flag, "outcome": self.outcome.value, "became": self.became, "reason": self.reason}
 
 
 @dataclass(frozen=True)
@@ -50,15 +39,17 @@ class Conversion:
     """The result of a conversion.
 
     Attributes:
-        settings: keys of context_parallel_suite; None if a flag is refused or not resolved.
+        settings: keys of context_parallel_suite; None if a flag is refused.
+        sections: sizes of the launch for `plan` and `simulate`: sections model, train and data; empty without sizes.
         kept: words behind the training script that stay.
         added: words that come to them.
-        changes: a row for each flag of the table, in the order of the command line, and for each added flag.
-        notes: remarks on words that are not known.
+        changes: a row for each flag, in the order of the command line, and for each added flag.
+        notes: remarks on what was recorded, and on sizes that no flag gives.
         suite: the settings, checked; None if there are none.
     """
 
     settings: dict[str, Any] | None
+    sections: dict[str, dict[str, Any]]
     kept: tuple[str, ...]
     added: tuple[str, ...]
     changes: tuple[Change, ...]
@@ -71,18 +62,30 @@ class Conversion:
         return (*self.kept, *self.added)
 
     @property
-    def problems(self) -> tuple[Change, ...]:
-        """The flags that are refused or not resolved."""
-        return tuple(change for change in self.changes if change.outcome in (Outcome.REFUSED, Outcome.UNRESOLVED))
+    def refused(self) -> tuple[Change, ...]:
+        """The rows that are refused: no settings are written."""
+        return tuple(change for change in self.changes if change.outcome is Outcome.REFUSED)
+
+    @property
+    def to_do(self) -> tuple[Change, ...]:
+        """The rows without which the launch cannot be started as it is printed: by hand, or unknown."""
+        return tuple(change for change in self.changes if change.outcome in (Outcome.BY_HAND, Outcome.UNKNOWN))
+
+    @property
+    def exit_code(self) -> int:
+        """0: ready; 1: refused; 3: settings are made, and rows are to be looked at by hand."""
+        return 1 if self.refused else 3 if self.to_do else 0
 
     def yaml(self) -> str:
-        """Return the settings as the section of a YAML file; only with settings."""
-        return yaml.safe_dump({SUITE_SECTION: self.settings}, sort_keys=False, allow_unicode=True)
+        """Return the sections as a YAML file; only with settings."""
+        sections = {SUITE_SECTION: self.settings, **self.sections}
+        return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the conversion as JSON has it."""
         return {
             SUITE_SECTION: self.settings,
+            **self.sections,
             "flags": list(self.flags),
             "changes": [change.as_dict() for change in self.changes],
             "notes": list(self.notes),

@@ -2,45 +2,120 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mindspeed_cp.algorithms import AUTO
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.config.aliases import read_algorithm
 from mindspeed_cp.config.candidates import SUITE_SECTION
-from mindspeed_cp.convert.command_line import Flag, Token, read_flags
+from mindspeed_cp.convert.command_line import Flag, read_flags
 from mindspeed_cp.convert.conversion import Change, Conversion
-from mindspeed_cp.convert.launch import Launch
-from mindspeed_cp.convert.nodes import nodes_change
-from mindspeed_cp.convert.notes import unknown_notes
-from mindspeed_cp.convert.rules import ADDED_FLAGS, ARITIES, LLM_FLAGS, RULES, FlagRule, Given, Outcome
+from mindspeed_cp.convert.launch import Launch, find_launch, other_work
+from mindspeed_cp.convert.recorder import record
+from mindspeed_cp.convert.rules import (
+    ADDED_FLAGS,
+    ARITIES,
+    LLM_FLAGS,
+    MODEL_FLAGS,
+    OTHER_FLAGS,
+    RULES,
+    FlagRule,
+    Given,
+    Outcome,
+)
 from mindspeed_cp.convert.rules.parallel import SPEC_WORDS, SUITE_FILE
+from mindspeed_cp.convert.sizes import read_sizes
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.schema.messages import format_value
 from mindspeed_cp.schema.yaml_file import SettingsFile, apply_overrides, with_file_location
+
+MAX_WORDS = 20_000  # of a command line
 
 #: The algorithms that Megatron and MindSpeed-LLM take where no flag names one.
 MEGATRON_ALGORITHM = "p2p"
 LLM_ALGORITHM = "ulysses_cp_algo"
 
-#: Training scripts of Megatron and MindSpeed-LLM that build their layers from --spec.
-SCRIPTS_WITH_SPEC = ("pretrain_gpt.py", "posttrain_gpt.py")
+#: Training script that builds its layers from --spec.
+SCRIPT_WITH_SPEC = "pretrain_gpt.py"
 
-#: Outcomes that need the value of the flag.
-_NEEDS_VALUE = (Outcome.SETTING, Outcome.STAYS_AS_SETTING, Outcome.REPLACED)
+#: Training scripts that have no place for the lines that planned batches need -> the reason, and what works.
+_OWN_TRAINER = (
+    "a get_batch, loss and model provider of yours in a script like pretrain_gpt.py: planned_batch_from(batch, config, "
+    "suite) and planned.install (docs/megatron.md, A script with a batch, loss and layers of your own)"
+)
+_REFUSED_SCRIPTS = {
+    "posttrain_gpt.py": ("its AutoTrainer makes model, batches and losses: it has no lines to change", _OWN_TRAINER),
+    "rlhf_gpt.py": ("its workers make rollouts, batches and losses themselves", _OWN_TRAINER),
+    "pretrain_mamba.py": (
+        "state-space layers need their tokens in order on one rank",
+        "a model of softmax attention in every layer",
+    ),
+}
+
+#: Processes of a node, for torchrun.
+_PROCESS_FLAGS = ("--nproc_per_node", "--nproc-per-node")
 
 _SCRIPT_LINES = "three to five lines of it: arguments, model provider and forward step (docs/megatron.md)"
 _SCRIPT_REASON = "it takes --cp-plan and the plans from mindspeed_cp.megatron.pretrain"
+
+
+def convert_flags(words: Sequence[str], overrides: Iterable[str] = (), output: str = "suite.yaml") -> Conversion:
+    """Convert flags as a training script takes them.
+
+    Args:
+        words: flags and their values, each a word.
+        overrides: settings `key=value` that take precedence over flags.
+        output: path of the settings, for the flag that names it.
+
+    Raises:
+        ConfigError: a flag lacks its value or has one that the settings do not take, or none is converted.
+    """
+    if len(words) > MAX_WORDS:
+        raise ConfigError(f"{len(words):,} words are more than a command line has; valid: at most {MAX_WORDS:,}")
+    launch = Launch((), None, tuple(words))
+    if not launch.is_megatrons:
+        raise ConfigError(
+            "no flag of context parallelism among the flags, such as --context-parallel-size; give them behind --"
+        )
+    if (work := other_work(launch)) is not None:
+        raise ConfigError(f"the flags are of {work}; give those of a training with PyTorch")
+    return convert_launch(launch, overrides, output)
+
+
+def convert_script(
+    path: str | Path,
+    arguments: Sequence[str] = (),
+    overrides: Iterable[str] = (),
+    output: str = "suite.yaml",
+    *,
+    environment: Mapping[str, str] | None = None,
+    command: int | None = None,
+) -> tuple[Launch, Conversion]:
+    """Convert what a launch script starts: it is run with recorders in place of programs.
+
+    Args:
+        path: the script.
+        arguments: its arguments.
+        overrides: settings `key=value` that take precedence over flags.
+        output: path of the settings, for the flag that names it.
+        environment: variables of its environment, which is small without them.
+        command: number of the training, if it starts several.
+
+    Raises:
+        ConfigError: the script cannot be read, it starts no training or several, or as for flags.
+    """
+    launch = find_launch(record(path, arguments, environment), str(path), command)
+    return launch, convert_launch(launch, overrides, output)
 
 
 def convert_launch(launch: Launch, overrides: Iterable[str] = (), output: str = "suite.yaml") -> Conversion:
     """Convert the flags of a launch.
 
     Args:
-        launch: the flags, of a script or given one by one.
+        launch: the flags, recorded or given one by one.
         overrides: settings `key=value` that take precedence over flags.
         output: path of the settings, for the flag that names it.
 
@@ -48,7 +123,7 @@ def convert_launch(launch: Launch, overrides: Iterable[str] = (), output: str = 
         ConfigError: a flag lacks its value, or has one that the settings do not take; names the flag.
     """
     override_file = _override_file(overrides)
-    words, flags = read_flags(launch.tokens, ARITIES)
+    words, flags = read_flags(launch.words, ARITIES)
     values = {flag.name: flag.values for flag in flags}
     default = LLM_ALGORITHM if not LLM_FLAGS.isdisjoint(values) else MEGATRON_ALGORITHM
     given = Given(values, override_file.data[SUITE_SECTION], default)
@@ -56,19 +131,18 @@ def convert_launch(launch: Launch, overrides: Iterable[str] = (), output: str = 
     last = {flag.name: number for number, flag in enumerate(flags)}
     for number, flag in enumerate(flags):
         work.convert(flag, counts=last[flag.name] == number)
+    work.add_unchanged(flags)
     work.add_defaults(launch)
     work.add_flags(output, launch.entry)
-    notes = unknown_notes(launch)
-    problems = any(change.outcome in (Outcome.REFUSED, Outcome.UNRESOLVED) for change in work.changes)
-    suite = None if problems else work.suite(launch.name)
-    return Conversion(
-        None if suite is None else _section(suite),
-        (*(token.text for token in words), *work.remaining),
-        tuple(work.added),
-        tuple(work.changes),
-        notes,
-        suite,
-    )
+    if any(change.outcome is Outcome.REFUSED for change in work.changes):
+        return Conversion(
+            None, {}, (*words, *work.remaining), tuple(work.added), tuple(work.changes), launch.notes, None
+        )
+    suite = work.suite(launch.name)
+    section = _section(suite)
+    sizes, note = read_sizes(given, section)
+    notes = (*launch.notes, *((note,) if note else ()))
+    return Conversion(section, sizes, (*words, *work.remaining), tuple(work.added), tuple(work.changes), notes, suite)
 
 
 @dataclass
@@ -97,29 +171,19 @@ class _Work:
         Raises:
             ConfigError: the training script would refuse the value.
         """
-        values = flag.values
-        named = [candidate for candidate in RULES if candidate.flag == flag.name]
-        rule = next((candidate for candidate in named if candidate.fits(values, self.given)), None)
-        chosen_by_value = any(candidate.is_read or candidate.value is not None for candidate in named)
-        needs_value = ARITIES.get(flag.name) != 0 and (
-            chosen_by_value or (rule is not None and rule.outcome in _NEEDS_VALUE)
-        )
-        if flag.unknowns and needs_value:
-            self._unresolved(flag)
-            return
+        rule = next((row for row in RULES if row.flag == flag.name and row.fits(flag.values, self.given)), None)
         if rule is None:
-            self.remaining += [token.text for token in (*flag.tokens, *flag.rest)]
+            self.remaining += (*flag.words, *flag.rest)
             return
-        if rule.check is not None and not flag.unknowns:
-            for value in values:
+        if rule.check is not None:
+            for value in flag.values:
                 rule.check(value)
         if not counts and rule.outcome is not Outcome.STAYS:
-            self._row(
-                flag, Outcome.STAYS if rule.outcome.stays else Outcome.REMOVED, "", "a later one takes precedence"
-            )
+            outcome = Outcome.STAYS if rule.outcome.stays else Outcome.REMOVED
+            self._row(flag, outcome, "", "a later one takes precedence")
         elif taken := self._overridden(rule):
-            given = ", ".join(f"{key}={format_value(value).strip(chr(34))}" for key, value in taken.items())
-            self._row(flag, Outcome.REMOVED, "", f"--set {given} takes its place")
+            values = ", ".join(f"{key}={format_value(value).strip(chr(34))}" for key, value in taken.items())
+            self._row(flag, Outcome.REMOVED, "", f"--set {values} takes its place")
         else:
             self._apply(rule, flag)
 
@@ -144,17 +208,21 @@ class _Work:
         self._row(flag, rule.outcome, became, rule.reason)
 
     def _row(self, flag: Flag, outcome: Outcome, became: str, reason: str) -> None:
-        if outcome is not Outcome.STAYS:
-            reason += _doubts(flag)
-        self.changes.append(Change(flag.text, outcome, became, reason, flag.line, flag))
-        self.remaining += [token.text for token in (*(flag.tokens if outcome.stays else ()), *flag.rest)]
+        self.changes.append(Change(flag.text, outcome, became, reason))
+        self.remaining += (*(flag.words if outcome.stays else ()), *flag.rest)
 
-    def _unresolved(self, flag: Flag) -> None:
-        names = "; ".join(dict.fromkeys(map(str, flag.unknowns)))
-        variable = flag.unknowns[0].name.lstrip("${").rstrip("}")
-        is_name = flag.unknowns[0].is_variable and (variable.isidentifier() or variable.isdigit())
-        instead = f"--define {variable}=VALUE" if is_name else "a value in its place"
-        self._row(flag, Outcome.UNRESOLVED, f"give {instead}", names)
+    def add_unchanged(self, flags: Sequence[Flag]) -> None:
+        """Add rows for the flags that stay without a rule: one for each reason, and one for each unknown flag."""
+        stay: dict[str, dict[str, None]] = {}
+        for flag in flags:
+            if flag.name in MODEL_FLAGS:
+                stay.setdefault(MODEL_FLAGS[flag.name], {})[flag.text] = None
+        self.changes += [Change(", ".join(texts), Outcome.STAYS, "", reason) for reason, texts in stay.items()]
+        known = {*ARITIES, *MODEL_FLAGS, *OTHER_FLAGS, *(added.words[0] for added in ADDED_FLAGS)}
+        reason = "no flag of the Megatron and MindSpeed that are known here"
+        instead = "see that it changes neither attention, positions, documents nor the model"
+        unknown = dict.fromkeys(flag.text for flag in flags if flag.name not in known)
+        self.changes += [Change(text, Outcome.UNKNOWN, instead, reason) for text in unknown]
 
     def add_defaults(self, launch: Launch) -> None:
         """Add what the flags mean by being left out: the algorithm, and the nodes of the launcher."""
@@ -173,32 +241,59 @@ class _Work:
             self.settings["algorithm"] = (algorithm, f"the default of {flag}")
             self.changes.append(Change("algorithm", Outcome.SETTING, f"algorithm: {algorithm}", reason))
         if "nodes" not in self.overrides.data[SUITE_SECTION]:
-            change = nodes_change(launch.launcher, self.given)
-            if change is not None:
-                self.changes.append(change)
-                if change.outcome is Outcome.STAYS_AS_SETTING:
-                    self.settings["nodes"] = (int(change.became.split()[-1]), change.flag)
+            self._add_nodes(launch.launcher)
 
-    def add_flags(self, output: str, entry: Token | None) -> None:
+    def _add_nodes(self, launcher: Sequence[str]) -> None:
+        """Set `nodes` if a group spans several: ranks are numbered tensor-parallel first, then context-parallel."""
+        _, flags = read_flags(launcher, dict.fromkeys(_PROCESS_FLAGS, 1))
+        flag = next((flag for flag in reversed(flags) if flag.name in _PROCESS_FLAGS), None)
+        ranks, tensor_ranks = (
+            self.given.number("--context-parallel-size", 1),
+            self.given.number("--tensor-model-parallel-size", 1),
+        )
+        if flag is None or not ranks or not tensor_ranks or ranks == 1:
+            return
+        text = flag.values[0]
+        processes = int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
+        product = f"tensor- and context-parallel ranks are {ranks * tensor_ranks} in a row"
+        if processes and ranks * tensor_ranks <= processes:
+            return
+        nodes = ranks * tensor_ranks // processes if processes else 0
+        if not processes or ranks * tensor_ranks % processes or ranks % nodes:
+            where = f"no whole nodes of {processes} processes" if processes else "of nodes that are not known here"
+            reason = f"{product}, {where}; give --set nodes=NUMBER if a group spans several"
+            self.changes.append(Change(flag.text, Outcome.STAYS, "", reason))
+            return
+        self.settings["nodes"] = (nodes, flag.text)
+        reason = f"{product}, on nodes of {processes}"
+        self.changes.append(Change(flag.text, Outcome.STAYS_AS_SETTING, f"nodes: {nodes}", reason))
+
+    def add_flags(self, output: str, entry: str | None) -> None:
         """Add the flags that planned attention needs, and tell what the training script needs itself."""
         for added in ADDED_FLAGS:
             if self.given.has(added.words[0]) or not (added.when is None or added.when.holds(self.given)):
                 continue
             words = [output if word == SUITE_FILE else word for word in added.words]
             by_hand = added.by_hand
-            if added.words == SPEC_WORDS and not by_hand and entry is not None and not _takes_spec(entry):
+            takes_spec = entry is None or PurePosixPath(entry).name in (SCRIPT_WITH_SPEC, *_REFUSED_SCRIPTS)
+            if added.words == SPEC_WORDS and not by_hand and not takes_spec:
                 by_hand = (
-                    f"add it to the flags if {entry.text} builds its layers from args.spec, as pretrain_gpt.py does; "
-                    "if it makes a spec of its own, call mindspeed_cp.megatron.install there (docs/megatron.md, A "
-                    "script with a batch, loss and layers of your own)"
+                    f"add it to the flags if {entry} builds its layers from args.spec, as pretrain_gpt.py does; if it "
+                    "makes a spec of its own, call mindspeed_cp.megatron.install there (docs/megatron.md, A script "
+                    "with a batch, loss and layers of your own)"
                 )
             if by_hand:
                 self.changes.append(Change(" ".join(words), Outcome.BY_HAND, by_hand, added.reason))
             else:
                 self.changes.append(Change(" ".join(words), Outcome.ADDED, "", added.reason))
                 self.added += words
-        script = "the training script" if entry is None else entry.text
-        self.changes.append(Change(script, Outcome.BY_HAND, _SCRIPT_LINES, _SCRIPT_REASON))
+        script = "the training script" if entry is None else entry
+        refused = _REFUSED_SCRIPTS.get(PurePosixPath(script).name)
+        if refused is not None:
+            reason, instead = refused
+            self.changes.append(Change(script, Outcome.REFUSED, instead, reason))
+        else:
+            self.changes.append(Change(script, Outcome.NEXT, _SCRIPT_LINES, _SCRIPT_REASON))
 
     def suite(self, name: str | None) -> SuiteSettings:
         """Return the settings, checked; an error names the flag that gave the value."""
@@ -210,20 +305,6 @@ class _Work:
         lines: dict[str, int | str] = {f"{SUITE_SECTION}.{key}": f"{place}{flag}" for key, (_, flag) in values.items()}
         file = SettingsFile(name or "flags", {SUITE_SECTION: section}, {**self.overrides.lines, **lines})
         return with_file_location(file, f"{SUITE_SECTION}.", lambda: SuiteSettings(**section))
-
-
-def _takes_spec(entry: Token) -> bool:
-    """Return True if a training script is known to build its layers from --spec."""
-    return PurePosixPath(entry.text).name in SCRIPTS_WITH_SPEC
-
-
-def _doubts(flag: Flag) -> str:
-    """Return the words that tell that a value may be another one when the script runs."""
-    default = next((token.default_line for token in flag.tokens if token.default_line is not None), None)
-    if default is not None:
-        return f"; the value is the default of line {default}, unless the environment has another"
-    file = next((token.file_line for token in flag.tokens if token.file_line is not None), None)
-    return "" if file is None else f"; line {file} runs what is not read here: see that it sets no other value"
 
 
 def _override_file(overrides: Iterable[str]) -> SettingsFile:

@@ -1,36 +1,39 @@
-"""The example of docs/convert.md is what the command makes."""
+"""The launches of docs/convert.md and docs/mindspeed.md become what the pages show."""
 
 from __future__ import annotations
 
-import difflib
 import re
 from pathlib import Path
 
 import pytest
+import yaml
 
-from mindspeed_cp.cli.main import run
-from mindspeed_cp.config import SuiteSettings
+from mindspeed_cp.convert import Conversion, convert_script
 
-PAGE = Path(__file__).parents[2] / "docs" / "convert.md"
-
-
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+DOCS = Path(__file__).parents[2] / "docs"
 
 
-def example_diff(folder: Path) -> str:
-    """Convert the script of the page in a folder; return the change of the script."""
-    script = next(block for block in blocks("sh") if block.startswith("#!"))
+def blocks(page: str, language: str) -> list[str]:
+    text = (DOCS / page).read_text("utf-8")
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def converted(page: str, folder: Path) -> tuple[str, Conversion]:
+    """Convert the launch of a page in a folder; return its text, too."""
+    (script,) = (block for block in blocks(page, "sh") if block.startswith("#!"))
     (folder / "launch.sh").write_text(script)
-    assert run(["convert", "launch.sh", "--output", "suite.yaml", "--script", "launch_cp.sh"]) == 0
-    lines = (script.splitlines(True), (folder / "launch_cp.sh").read_text().splitlines(True))
-    return "".join(difflib.unified_diff(*lines, "launch.sh", "launch_cp.sh", n=1))
+    return script, convert_script(folder / "launch.sh")[1]
 
 
-def test_the_example_is_converted_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (diff,) = blocks("diff")
-    assert diff == example_diff(tmp_path)
-    (settings,) = blocks("yaml")
-    (tmp_path / "page.yaml").write_text(settings)
-    assert SuiteSettings.from_yaml("suite.yaml") == SuiteSettings.from_yaml("page.yaml")
+@pytest.mark.parametrize("page", ["convert.md", "mindspeed.md"])
+def test_the_page_shows_the_settings_and_the_flags_that_change(page: str, tmp_path: Path) -> None:
+    script, conversion = converted(page, tmp_path)
+    (settings,) = (block for block in blocks(page, "yaml") if block.startswith("context_parallel_suite"))
+    assert yaml.safe_load(settings) == {"context_parallel_suite": conversion.settings, **conversion.sections}
+    (diff,) = blocks(page, "diff")
+    removed = [line[2:].split()[0] for line in diff.splitlines() if line.startswith("- ")]
+    added = [word for line in diff.splitlines() if line.startswith("+ ") for word in line[2:].split()]
+    assert added == list(conversion.added)
+    given = re.findall(r"--[a-z][a-z0-9-]*", script.partition("torchrun")[0])
+    assert removed == [flag for flag in given if flag not in conversion.kept and not flag.startswith("--n")]
+    assert conversion.exit_code == 0

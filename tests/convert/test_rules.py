@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -11,21 +9,27 @@ from hypothesis import strategies as st
 from mindspeed_cp.algorithms import ALIASES
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.config.aliases import read_algorithm
-from mindspeed_cp.convert import convert_flags
-from mindspeed_cp.convert.command_line import read_flags, word_tokens
+from mindspeed_cp.convert import Change, convert_flags
+from mindspeed_cp.convert.command_line import read_flags
 from mindspeed_cp.convert.rules import (
     ADDED_FLAGS,
     ARITIES,
-    CONDITION_FLAGS,
     LLM_FLAGS,
     MINDSPEED_FLAGS,
+    MODEL_FLAGS,
+    OTHER_FLAGS,
     RULES,
+    Added,
     FlagRule,
     Given,
     Outcome,
 )
+from mindspeed_cp.convert.rules.flag_rule import ANOTHER_MODEL
 from mindspeed_cp.convert.rules.parallel import PLAN_WORDS
+from mindspeed_cp.convert.rules.refused import CHANGES_MODEL
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.megatron.arguments import ENTRIES
+from mindspeed_cp.refusals import ARGUMENT_RULES, MODEL_RULES
 
 BASE = ["--context-parallel-size", "8"]
 ROPE = ["--position-embedding-type", "rope"]
@@ -254,17 +258,33 @@ def test_any_words_give_a_result_or_a_line(words: list[str]) -> None:
     except ConfigError as error:
         assert "\n" not in str(error) or "\n" in "".join(words)
         return
-    assert (conversion.settings is None) == bool(conversion.problems)
+    assert (conversion.settings is None) == bool(conversion.refused)
     if conversion.suite is not None:
         assert SuiteSettings(**(conversion.settings or {})) == conversion.suite
     kept = list(conversion.kept)
-    for word in words:  # what is unknown stays, and in its order
+    for word in words:  # what is unknown stays
         if word.startswith("--") and word.partition("=")[0] not in ARITIES:
             assert word in kept
 
 
+LLAMA3 = ["--rope-scaling-type", "llama3", "--rope-scaling-factor", "8", "--low-freq-factor", "1.0",
+          "--high-freq-factor", "4.0", "--original-max-position-embeddings", "8192"]  # fmt: skip
+
 #: Cases of conditions that no case above meets, or misses.
 OTHER_CASES: list[tuple[list[str], str, Outcome]] = [
+    *((LLAMA3, flag, Outcome.REFUSED) for flag in LLAMA3[::2]),
+    (["--low-freq-factor", "1"], "--low-freq-factor", Outcome.STAYS),
+    (["--rope-scaling-type", "yarn"], "--rope-scaling-type", Outcome.REFUSED),
+    (["--first-k-dense-replace", "3"], "--first-k-dense-replace", Outcome.REFUSED),
+    (["--first-k-dense-replace", "-1"], "--first-k-dense-replace", Outcome.STAYS),
+    (["--dynamic-factor", "6"], "--dynamic-factor", Outcome.REFUSED),
+    (["--dynamic-factor", "1.0"], "--dynamic-factor", Outcome.STAYS),
+    (["--moe-device-level-aux-loss-coeff", "0.05"], "--moe-device-level-aux-loss-coeff", Outcome.REFUSED),
+    (["--moe-comm-aux-loss-coeff", "0.02"], "--moe-comm-aux-loss-coeff", Outcome.REFUSED),
+    (["--moe-device-level-aux-loss-coeff", "0."], "--moe-device-level-aux-loss-coeff", Outcome.STAYS),
+    (["--moe-comm-aux-loss-coeff", "0."], "--moe-comm-aux-loss-coeff", Outcome.STAYS),
+    *((["--moe-router-load-balancing-type", kind], "--moe-router-load-balancing-type", Outcome.REFUSED)
+      for kind in ("group_limited_greedy", "softmax_topk", "pai_megatron_aux_loss", "sparsemixer_topk")),
     (["--num-experts", "8", "--moe-flex-dispatcher-backend", "hybridep", "--moe-token-dispatcher-type", "flex"], "--moe-flex-dispatcher-backend", Outcome.REFUSED),
     (["--num-experts", "8", "--mlp-chunks-for-training", "2"], "--mlp-chunks-for-training", Outcome.REFUSED),
     (["--sequence-parallel", "--defer-embedding-wgrad-compute"], "--defer-embedding-wgrad-compute", Outcome.REFUSED),
@@ -284,29 +304,8 @@ def test_a_value_is_refused_beside_the_flags_that_it_contradicts(
     assert outcome(flag, *flags)[0] is expected
 
 
-class ReadFlags(Given):
-    """Flags that note which of them are read."""
-
-    def __init__(self, values: dict[str, tuple[str, ...]], read: set[str]) -> None:
-        super().__init__(NotedValues(values, read), {})
-
-
-class NotedValues(dict[str, tuple[str, ...]]):
-    def __init__(self, values: dict[str, tuple[str, ...]], read: set[str]) -> None:
-        super().__init__(values)
-        self.read = read
-
-    def __contains__(self, flag: object) -> bool:
-        self.read.add(str(flag))
-        return super().__contains__(flag)
-
-    def get(self, flag: str, default: Any = None) -> Any:
-        self.read.add(flag)
-        return super().get(flag, default)
-
-
 def read_values(flags: list[str]) -> dict[str, tuple[str, ...]]:
-    _, read = read_flags(word_tokens([*BASE, *flags]), ARITIES)
+    _, read = read_flags([*BASE, *flags], ARITIES)
     return {flag.name: flag.values for flag in read}
 
 
@@ -315,9 +314,10 @@ def test_every_condition_holds_for_some_flags_and_not_for_others() -> None:
     scheduled = {"--hybrid-context-parallel": ()}
     givens = [Given(values, {}) for values in launches]
     givens += [Given(values, {"algorithm": "hierarchical"}) for values in ({}, scheduled)]
-    conditions = {condition.text: condition for row in (*RULES, *ADDED_FLAGS) if (condition := row.when)}
+    rows: list[FlagRule | Added] = [*RULES, *ADDED_FLAGS]
+    conditions = {condition.text: condition for row in rows if (condition := row.when)}
     undecided = {}
-    for row in (*RULES, *ADDED_FLAGS):
+    for row in rows:
         if row.when is not None:
             flag = row.flag if isinstance(row, FlagRule) else row.words[0]
             bad = [Given({**given.values, flag: (BAD.get(flag, "1"),)}, given.settings) for given in givens]
@@ -333,13 +333,41 @@ BAD = {"--gtp-weight-remat-size": "2", "--expert-gtp-weight-remat-size": "2", "-
        "--moe-router-load-balancing-type": "sinkhorn", "--pre-tockens": "1"}  # fmt: skip
 
 
-def test_conditions_read_the_flags_that_must_not_stand_in_a_branch() -> None:
-    read: set[str] = set()
-    for flags, _, _ in (*CASES, *OTHER_CASES, ([], "", None)):
-        given = ReadFlags(read_values(flags), read)
-        for row in (*RULES, *ADDED_FLAGS):
-            if row.when is not None:
-                row.when.holds(given)
-    own = {rule.flag for rule in RULES if rule.outcome is not Outcome.STAYS}
-    assert read - own - MINDSPEED_FLAGS - LLM_FLAGS <= CONDITION_FLAGS
-    assert read >= CONDITION_FLAGS
+def row_of(flag: str, *flags: str) -> Change:
+    (row,) = (row for row in convert_flags([*BASE, *flags]).changes if row.flag.split()[0] == flag)
+    return row
+
+
+def test_scaled_rotations_name_the_flags_of_megatron_with_the_same_frequencies() -> None:
+    assert row_of("--rope-scaling-type", *LLAMA3).became.startswith("--use-rope-scaling of Megatron")
+    for other in (["--low-freq-factor", "2"], ["--original-max-position-embeddings", "4096"]):
+        assert row_of("--rope-scaling-type", *LLAMA3, *other).became == ANOTHER_MODEL
+    assert row_of("--rope-scaling-type", "--rope-scaling-type", "yarn").became == ANOTHER_MODEL
+
+
+def test_a_refusal_of_a_flag_of_the_model_is_no_advice_to_leave_it_out() -> None:
+    for rule in RULES:
+        if rule.outcome is Outcome.REFUSED and rule.flag.removeprefix("--").replace("-", "_") in CHANGES_MODEL:
+            assert rule.becomes == ANOTHER_MODEL, rule
+    assert {rule.setting for rule in (*MODEL_RULES, *ARGUMENT_RULES)} >= CHANGES_MODEL
+
+
+def test_a_flag_of_the_model_without_a_rule_has_a_row() -> None:
+    flags = ["--swiglu", "--moe-router-group-topk", "4", "--num-layers", "2", "--mystery", "1", "--lr", "1e-4"]
+    conversion = convert_flags([*BASE, *flags])
+    rows = {row.flag: row for row in conversion.changes}
+    assert rows["--swiglu"].outcome is rows["--num-layers 2"].outcome is Outcome.STAYS
+    assert "function of each token" in rows["--moe-router-group-topk 4"].reason
+    assert rows["--mystery 1"].outcome is Outcome.UNKNOWN and conversion.exit_code == 3
+    assert not any("--lr" in flag for flag in rows) and list(conversion.kept) == [*BASE, *flags]
+
+
+def test_no_flag_stands_in_two_tables() -> None:
+    assert not (MODEL_FLAGS.keys() | OTHER_FLAGS - MINDSPEED_FLAGS - LLM_FLAGS) & ARITIES.keys()
+    assert not MODEL_FLAGS.keys() & OTHER_FLAGS
+
+
+def test_every_argument_of_megatron_is_known() -> None:
+    known = {*ARITIES, *MODEL_FLAGS, *OTHER_FLAGS, *(added.words[0] for added in ADDED_FLAGS)}
+    names = {entry.name for entry in ENTRIES if not entry.name.startswith("_")}
+    assert {f"--{name.replace('_', '-')}" for name in names} - known == set()

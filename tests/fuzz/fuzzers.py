@@ -21,9 +21,9 @@ from mindspeed_cp.algorithms import ALGORITHMS, algorithm_options, build_plan
 from mindspeed_cp.cli import main as cli
 from mindspeed_cp.cli.lengths import draw_batches, read_lengths
 from mindspeed_cp.config.settings import Settings, load_settings
-from mindspeed_cp.convert import convert_script
-from mindspeed_cp.convert.launch import MAX_SCRIPT_BYTES
-from mindspeed_cp.convert.rewrite import rewrite_script
+from mindspeed_cp.convert.launch import find_launch
+from mindspeed_cp.convert.recorder import Recording
+from mindspeed_cp.convert.translate import convert_launch
 from mindspeed_cp.data import PackedStream, check_learnable, open_corpus
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
@@ -67,19 +67,16 @@ def settings(generator: random.Random, folder: Path) -> None:
     load_settings(path, overrides(generator))
 
 
-def scripts(generator: random.Random, folder: Path) -> None:
-    """A launch script with damage, converted and rewritten."""
-    path = folder / "launch.sh"
-    text = mutations.text(generator, generator.choice(launches()))
-    if generator.random() < 0.02:
-        begin = generator.randint(0, len(text))
-        part = text[begin : begin + generator.randint(1, 60)]
-        text += part * (MAX_SCRIPT_BYTES // 2 // max(1, len(part)))
-    content = text.encode("utf-8", "replace")
-    path.write_bytes(mutations.content(generator, content) if generator.random() < 0.2 else content)
-    source, launch_words, conversion = convert_script(path)
-    if conversion.suite is not None:
-        rewrite_script(source, launch_words, conversion)
+def commands(generator: random.Random, folder: Path) -> None:
+    """Recorded commands with damage, converted: damaged scripts are not run."""
+    words = [word for line in generator.choice(launches()).split("\n") for word in line.split() if word != "\\"]
+    for _ in range(generator.randint(0, 3)):
+        place = generator.randrange(len(words))
+        words[place : place + generator.randint(0, 2)] = mutations.text(generator, words[place]).split()
+    recording = Recording((("torchrun", "pretrain_gpt.py", *words),), "", False, False)
+    training = find_launch(recording, "launch.sh", generator.choice((None, 1, 2)))
+    conversion = convert_launch(training)
+    assert (conversion.settings is None) == bool(conversion.refused)
 
 
 def lengths(generator: random.Random, folder: Path) -> None:
@@ -301,5 +298,5 @@ def arguments(generator: random.Random, folder: Path) -> None:
 
 #: How many of 100,000 inputs are of each kind.
 FUZZERS: dict[Callable[[random.Random, Path], None], int] = {
-    settings: 30_000, lengths: 20_000, scripts: 5_000, plans: 5_000, traces: 10_000, checkpoints: 10_000, corpora: 15_000, arguments: 5_000,
+    settings: 30_000, lengths: 20_000, commands: 5_000, plans: 5_000, traces: 10_000, checkpoints: 10_000, corpora: 15_000, arguments: 5_000,
 }  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mindspeed_cp.convert.command_line import MANY
-from mindspeed_cp.convert.rules.flag_rule import Condition, FlagRule, Outcome
+from mindspeed_cp.convert.rules.flag_rule import ANOTHER_MODEL, Condition, FlagRule, Outcome
 
 STAYS, REMOVED, BY_HAND, REFUSED = Outcome.STAYS, Outcome.REMOVED, Outcome.BY_HAND, Outcome.REFUSED
 
@@ -11,7 +11,6 @@ _BACKEND = "the operator of attention is the key backend of the settings, by def
 _STATE = "layers that hand a state from token to token need their tokens in order on one rank"
 _INDEXED = "attention to keys that an indexer chooses is not in this version"
 _COMPRESSED = "attention to compressed keys is not in this version"
-_WITHOUT = "leave the flag out"
 _SOFTMAX = "a model of softmax attention in every layer"
 _WINDOW = "plans are made for the window of each layer"
 _WIDTHS = "values may be narrower than keys, and nothing is padded"
@@ -56,8 +55,8 @@ ATTENTION_RULES = (
     FlagRule("--softmax-type", 1, STAYS, "attention sinks: none, fixed at 0, or learned"),
     FlagRule("--linear-attention-freq", 1, REFUSED, _STATE, becomes=_SOFTMAX),
     FlagRule("--full-attention-interval", 1, REFUSED, _STATE, becomes=_SOFTMAX),
-    FlagRule("--enable-dsa-indexer", 0, REFUSED, _INDEXED, becomes=_WITHOUT),
-    FlagRule("--use-sparse-flash-attn", 0, REFUSED, _INDEXED, becomes=_WITHOUT),
+    FlagRule("--enable-dsa-indexer", 0, REFUSED, _INDEXED, becomes=ANOTHER_MODEL),
+    FlagRule("--use-sparse-flash-attn", 0, REFUSED, _INDEXED, becomes=ANOTHER_MODEL),
     FlagRule("--compress-ratios", MANY, REFUSED, _COMPRESSED, becomes=_SOFTMAX),
     FlagRule(
         "--mtp-num-layers",
@@ -67,7 +66,6 @@ ATTENTION_RULES = (
         becomes="use Megatron-core 0.16 or later; where you build the GPTModel yourself, give it "
         "planned.mtp_block_spec(config, args) (docs/megatron.md)",
         when=Condition("not 0", lambda given: given.value("--mtp-num-layers") != "0"),
-        is_read=True,
     ),
     FlagRule("--cuda-graph-impl", 1, STAYS, "no graph", value="none"),
 )

@@ -186,7 +186,6 @@ DOCUMENT_RULES = (
         "it hides keys further back, which MindSpeed's kernels read and a plan does not",
         becomes=f"{WINDOW_FLAG}, from which plans are made",
         when=Condition("less than `--seq-length`", _shows_fewer_keys),
-        is_read=True,
     ),
     FlagRule("--pre-tockens", 1, REMOVED, "it hides nothing: it is not less than --seq-length"),
     FlagRule("--next-tockens", 1, REMOVED, "a token sees no later one", value="0"),

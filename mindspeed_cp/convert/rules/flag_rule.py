@@ -18,12 +18,25 @@ class Outcome(Enum):
     BY_HAND = "by hand"  # it stays, and the user has to do something that no flag does
     REFUSED = "refused"
     ADDED = "added"
-    UNRESOLVED = "unresolved"  # its value is not known before the script runs
+    UNKNOWN = "unknown"  # it stays; no table has it
+    NEXT = "next"  # what every training script needs
 
     @property
     def stays(self) -> bool:
         """True if the flag is among the remaining flags as it was."""
-        return self in (Outcome.STAYS_AS_SETTING, Outcome.STAYS, Outcome.BY_HAND)
+        return self in (Outcome.STAYS_AS_SETTING, Outcome.STAYS, Outcome.BY_HAND, Outcome.UNKNOWN)
+
+
+#: The alternative to a flag that changes what the model computes, where none is at hand.
+ANOTHER_MODEL = "none: without the flag it is another model; train this one without the suite"
+
+
+def is_number_above(text: str, bound: float) -> bool:
+    """Return True for a number above a bound, and for a word that is no number, whose value is not known."""
+    try:
+        return not float(text) <= bound
+    except ValueError:
+        return True
 
 
 @dataclass(frozen=True)
@@ -98,7 +111,6 @@ class FlagRule:
         settings: keys of context_parallel_suite with their values; None: the value of the flag.
         becomes: REPLACED: new value; REFUSED: the alternative; by hand: what to do.
         when: condition on the other flags; None: always.
-        is_read: True if conditions of other rules need the value.
         check: raises ConfigError for a value that the training script would refuse; None: any value is taken.
         key: REFUSED: key of context_parallel_suite that, given by --set, decides in place of the flag.
     """
@@ -112,7 +124,6 @@ class FlagRule:
     becomes: str = ""
     when: Condition | None = None
     key: str = ""
-    is_read: bool = False
     check: Callable[[str], None] | None = None
 
     def fits(self, values: tuple[str, ...], given: Given) -> bool:

@@ -31,7 +31,7 @@ MODEL_RULES = (
     FlagRule("--kv-lora-rank", 1, STAYS, _LATENT),
     FlagRule("--q-lora-rank", 1, STAYS, _LATENT),
     FlagRule("--num-experts", 1, STAYS, _EXPERTS),
-    FlagRule("--expert-model-parallel-size", 1, STAYS, _EXPERTS, is_read=True),
+    FlagRule("--expert-model-parallel-size", 1, STAYS, _EXPERTS),
     *(
         FlagRule(
             "--moe-token-dispatcher-type",

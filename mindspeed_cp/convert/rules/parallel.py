@@ -242,7 +242,7 @@ PARALLEL_RULES = (
         "MindSpeed's 2-D tensor parallelism runs context parallelism over other groups of ranks than Megatron's",
         becomes="1-D tensor parallelism: leave out --tp-2d, --tp-x and --tp-y",
     ),
-    FlagRule("--pipeline-model-parallel-size", 1, STAYS, _STAGES, is_read=True),
+    FlagRule("--pipeline-model-parallel-size", 1, STAYS, _STAGES),
     FlagRule("--num-layers-per-virtual-pipeline-stage", 1, STAYS, _STAGES),
     FlagRule("--num-virtual-stages-per-pipeline-rank", 1, STAYS, _STAGES),
     *POOL_RULES,

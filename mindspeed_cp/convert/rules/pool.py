@@ -1,9 +1,8 @@
-"""The flag that plans the rows of all data-parallel replicas as one pool, and the flags that it takes the place of; and
-the one that says which ranks plan."""
+"""The flag that plans the rows of all data-parallel replicas as one pool, and the flags that it takes the place of."""
 
 from __future__ import annotations
 
-from mindspeed_cp.convert.rules.flag_rule import Added, Condition, FlagRule, Given, Outcome
+from mindspeed_cp.convert.rules.flag_rule import Added, Condition, FlagRule, Given, Outcome, is_number_above
 from mindspeed_cp.convert.rules.model import EXPERTS
 
 POOL_FLAG = "--cp-plan-pool"
@@ -22,19 +21,11 @@ def _predicts_more_tokens(given: Given) -> bool:
 
 def _has_losses_of_experts(given: Given) -> bool:
     kinds = given.value("--moe-router-load-balancing-type", "aux_loss").split()
-    return EXPERTS.holds(given) and kinds != ["none"] and any(map(_is_above_zero, _loss_weights(given)))
+    return EXPERTS.holds(given) and kinds != ["none"] and any(is_number_above(text, 0) for text in _loss_weights(given))
 
 
 def _loss_weights(given: Given) -> list[str]:
     return given.value("--moe-aux-loss-coeff", "0").split()
-
-
-def _is_above_zero(text: str) -> bool:
-    """True for a number other than 0, and for a word that is no number, whose value is not known."""
-    try:
-        return float(text) != 0
-    except ValueError:
-        return True
 
 
 def _schedules_samples(given: Given) -> bool:

@@ -7,7 +7,7 @@ from argparse import Namespace
 from typing import Any
 
 from mindspeed_cp.convert.command_line import MANY
-from mindspeed_cp.convert.rules.flag_rule import Condition, FlagRule, Given, Outcome
+from mindspeed_cp.convert.rules.flag_rule import ANOTHER_MODEL, Condition, FlagRule, Given, Outcome
 from mindspeed_cp.refusals import ARGUMENT_RULES, MODEL_RULES, Rule
 
 #: Settings with rows of their own, or an added flag, in place of a refusal -> what a conversion does.
@@ -27,6 +27,18 @@ OWN_ROWS = {
     "tokenizer_type": "knows neither the data nor the version of Megatron, on which the refusal depends",
 }
 
+#: Settings that change what the model computes, or its loss: left out, they would give another model.
+CHANGES_MODEL = frozenset(
+    {
+        *("qk_clip", "experimental_attention_variant", "is_hybrid_model", "hybrid_override_pattern", "no_rope_freq"),
+        *("hybrid_layer_pattern", "hybrid_attention_ratio", "hybrid_mlp_ratio", "heterogeneous_block_specs"),
+        *("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json", "rotary_interleaved"),
+        *("qk_layernorm", "mtp_use_repeated_layer", "moe_expert_capacity_factor", "moe_expert_rank_capacity_factor"),
+        *("moe_router_load_balancing_type", "moe_enable_routing_replay", "logits_load_dir", "perform_rl_step"),
+        *("encoder_pipeline_model_parallel_size", "pipeline_model_parallel_split_rank"),
+    }
+)
+
 #: Settings whose flags take several values.
 _LISTS = frozenset({"moe_router_load_balancing_type"})
 
@@ -43,15 +55,6 @@ _SWITCHES = {
     "multi_latent_attention": "--multi-latent-attention",
     "moe_hybridep_pad_uneven_dispatch_inputs": "--moe-hybridep-pad-uneven-dispatch-inputs",
 }
-
-#: Flags that the conditions read.
-READ_FLAGS = frozenset(
-    {
-        *(flag for flag, _ in _NUMBERS.values()),
-        *_SWITCHES.values(),
-        *("--q-lora-rank", "--moe-token-dispatcher-type", "--attention-dropout"),
-    }
-)
 
 #: Valid values that a flag which is left out has.
 _DEFAULTS = frozenset({"False", "None", "0", "0.0", "1"})
@@ -106,9 +109,12 @@ def _flag_rule(rule: Rule) -> FlagRule:
         0 if is_switch else MANY if rule.setting in _LISTS else 1,
         Outcome.REFUSED,
         rule.instead,
-        becomes="leave the flag out" if valid in _DEFAULTS else valid,
+        becomes=ANOTHER_MODEL
+        if rule.setting in CHANGES_MODEL
+        else "leave the flag out"
+        if valid in _DEFAULTS
+        else valid,
         when=Condition(words, refuses) if words or not is_switch else None,
-        is_read=not is_switch,
     )
 
 

@@ -1,0 +1,288 @@
+"""A launch script is run with recorders in place of programs: the commands that it would really start.
+
+The script runs in bash in a temporary folder. Its PATH holds tools that only give values (`dirname`, `seq`, ...),
+programs that start another one (`nohup`, `srun`, ...), which pass on to what they would start, and recorders: torchrun,
+python and the like write down their words and exit with 0. Every other program is recorded, too, and does nothing.
+The environment is small, standard input is empty, there is a time limit, and no network where `unshare` works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from mindspeed_cp.errors import ConfigError, shortened
+
+MAX_SCRIPT_BYTES = 2**17  # a launch script has some kilobytes
+TIME_LIMIT = 20.0  # seconds
+_MAX_LINKS = 2000  # entries of the caller's folder that the script sees by their relative paths
+_RUNS = 4  # a run shows one missing folder of a redirection
+
+#: Programs that are recorded by name even where the script sets another PATH or calls them by a path.
+RECORDED = (
+    *("torchrun", "python", "python3", "python2", "msrun", "deepspeed", "accelerate", "ascendspeed", "mindspeed"),
+    *("ray", "pip", "pip3", "conda"),
+)
+#: Programs that start another one, which is looked for among their words.
+_STARTERS = (
+    *("nohup", "env", "time", "timeout", "nice", "ionice", "setsid", "stdbuf", "unbuffer", "numactl", "taskset"),
+    *("sudo", "srun", "mpirun", "mpiexec", "docker", "ssh", "xargs"),
+)
+#: Programs that give values and change nothing.
+_TOOLS = (
+    *("cat", "head", "tail", "tac", "wc", "cut", "tr", "sort", "uniq", "paste", "rev", "grep", "egrep", "fgrep", "awk"),
+    *("gawk", "mawk", "basename", "dirname", "realpath", "readlink", "seq", "expr", "bc", "date", "uname", "nproc"),
+    *("id", "whoami", "ls", "stat", "mktemp", "getopt", "jq", "cmp", "diff", "getconf", "arch", "printenv"),
+)
+
+#: Read by every bash before its script: PATH stays what it is here, and a program with a path is recorded, too.
+_PROFILE = r"""
+set -o noclobber
+set -o functrace
+command_not_found_handle() {
+    case $1 in nvidia-smi|npu-smi|rocm-smi|ip|ifconfig) return 127 ;; esac
+    "@BIN@/.record" "$@"
+}
+__recorder_guard() {
+    PATH=@BIN@
+    local words word base
+    read -r -a words <<< "$BASH_COMMAND"
+    for word in "${words[@]:0:8}"; do
+        case $word in [A-Za-z_]*=*) continue ;; esac
+        break
+    done
+    [[ $word =~ ^[A-Za-z0-9_./\$\{\}\"%#*:+-]+$ ]] || return 0
+    eval "word=$word" 2> /dev/null || return 0
+    base=${word##*/}
+    if [[ $word == */* && $word != @BIN@/* && $word =~ ^[A-Za-z0-9_./+-]+$ && -n $base && -x @BIN@/$base ]]; then
+        eval "function $word { @BIN@/$base \"\$@\"; }"
+    fi
+    return 0
+}
+trap '__recorder_guard 2> /dev/null' DEBUG
+"""
+
+_RECORD = r"""#!@BASH@ -p
+set -C
+until { printf '%s\0' "@NAME@" "$@" > "@RECORDS@/$BASHPID.$RANDOM"; } 2> /dev/null; do :; done
+"""
+
+#: Goes on with the first word that names a program of its PATH or a script; its options are skipped.
+_START = r"""#!@BASH@ -p
+PATH=@BIN@
+words=("@NAME@" "$@")
+while [ $# -gt 0 ]; do
+    base=${1##*/}
+    if [[ $1 =~ ^[A-Za-z_][A-Za-z0-9_]*= ]]; then export "$1"
+    elif [[ $1 != -* && -n $base && -x @BIN@/$base ]]; then shift; exec "@BIN@/$base" "$@"
+    elif [[ $1 == *.sh ]]; then exec "@BIN@/bash" "$@"
+    elif [[ $1 == *" "* && $1 =~ (torchrun|python|\.sh) ]]; then exec "@BIN@/bash" -c "$1"
+    fi
+    shift
+done
+exec "@BIN@/.record" "${words[@]}"
+"""
+
+#: Stand-ins for programs whose value is read, or that would write.
+_STAND_INS = {
+    "tee": "exec cat",
+    "sleep": "exit 0",
+    "which": 'command -v "$@"',
+    "hostname": "case $1 in -i|-I) echo 127.0.0.1 ;; *) echo localhost ;; esac",
+    "sed": 'for word; do case $word in -i*|--in-place*|-[nrEsuz]*i*) exit 0 ;; esac; done; exec @SED@ "$@"',
+    "mkdir": 'for word; do case $word in -*) ;; *) folder=$(@REALPATH@ -m -- "$word"); '
+    'case $folder in @ROOT@/*) @MKDIR@ -p -- "$folder" ;; esac ;; esac; done; exit 0',
+}
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The commands that a script started.
+
+    Attributes:
+        commands: words of each, the program's name first, in the order of their start.
+        errors: what the script wrote to its standard error.
+        timed_out: True if it was stopped by the time limit.
+        has_network: True if it was not cut off from the network.
+    """
+
+    commands: tuple[tuple[str, ...], ...]
+    errors: str
+    timed_out: bool
+    has_network: bool
+
+
+def record(path: str | Path, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Recording:
+    """Run a script with recorders in place of programs.
+
+    Args:
+        path: the script; bash runs it by its absolute path.
+        arguments: its arguments.
+        environment: variables that it finds, beside HOME, PATH and a few like these.
+
+    Raises:
+        ConfigError: the script cannot be read, or there is no bash.
+    """
+    script = _checked(path)
+    bash = shutil.which("bash")
+    if bash is None:
+        raise ConfigError(f"{path}: there is no bash to run it; give the flags behind --, as the training script gets")
+    with tempfile.TemporaryDirectory(prefix="mindspeed-cp-convert-") as name:
+        root = Path(name).resolve()
+        _furnish(root, bash)
+        variables = {
+            **{"HOME": str(root), "TMPDIR": str(root), "PWD": str(root / "run"), "PATH": str(root / "bin")},
+            **{"BASH_ENV": str(root / "profile"), "SHELL": bash, "LANG": "C.UTF-8", "USER": "user", "TERM": "dumb"},
+            **(environment or {}),
+        }
+        offline = _offline()
+        command = [*offline, bash, str(script), *arguments]
+        errors, timed_out = "", False
+        for _ in range(_RUNS):
+            errors, timed_out = _run(command, root / "run", variables)
+            folders = _missing_folders(errors, root / "run")
+            if timed_out or not folders:
+                break
+            for folder in folders:
+                folder.mkdir(parents=True, exist_ok=True)
+            for file in (root / "records").iterdir():
+                file.unlink()
+        return Recording(_read(root), errors, timed_out, not offline)
+
+
+def _checked(path: str | Path) -> Path:
+    """Return the absolute path of a script that can be read as text."""
+    try:
+        with open(path, "rb") as file:
+            content = file.read(MAX_SCRIPT_BYTES + 1)
+        content.decode("utf-8")
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL byte, or no UTF-8
+        reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else getattr(error, "strerror", None)
+        raise ConfigError(
+            f"{path}: cannot be read: {reason or error}; give a launch script, or flags behind --"
+        ) from None
+    if len(content) > MAX_SCRIPT_BYTES:
+        raise ConfigError(f"{path}: is larger than any launch script, {MAX_SCRIPT_BYTES:,} bytes; give flags behind --")
+    if b"\0" in content:
+        raise ConfigError(f"{path}: is no text; give a launch script, or flags behind --")
+    if b"\r\n" in content:
+        raise ConfigError(f"{path}: has the line ends of Windows, which bash does not read; convert them by dos2unix")
+    return Path(path).resolve()
+
+
+def _furnish(root: Path, bash: str) -> None:
+    """Make the folders of a run: programs, records, and a working folder with links to the caller's files."""
+    programs = root / "bin"
+    for folder in ("bin", "records", "run"):
+        (root / folder).mkdir()
+    real = {name: shutil.which(name) for name in ("sed", "realpath", "mkdir", *_TOOLS)}
+    values = {"BASH": bash, "BIN": programs, "RECORDS": root / "records", "ROOT": root}
+    values |= {name.upper(): real[name] or "true" for name in ("sed", "realpath", "mkdir")}
+
+    def fill(text: str, name: str = "") -> str:
+        text = text.replace("@NAME@", name)
+        return re.sub("@([A-Z]+)@", lambda match: str(values[match[1]]), text)
+
+    def write(name: str, text: str) -> None:
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+
+    (root / "profile").write_text(fill(_PROFILE))
+    write(".record", fill(_RECORD).replace('"" "$@"', '"$@"'))
+    for name in RECORDED:
+        write(name, fill(_RECORD, name))
+    for name in _STARTERS:
+        write(name, fill(_START, name))
+    for name, text in _STAND_INS.items():
+        write(name, fill(f"#!@BASH@ -p\n{text}\n"))
+    for name in ("bash", "sh", "zsh", "dash"):
+        write(name, fill('#!@BASH@ -p\nPATH=@BIN@ exec @BASH@ "$@"\n'))
+    for name in _TOOLS:
+        if (program := real[name]) is not None:
+            (programs / name).symlink_to(program)
+    entries = sorted(os.listdir(os.curdir))
+    for entry in entries if len(entries) <= _MAX_LINKS else ():
+        (root / "run" / entry).symlink_to(Path(entry).absolute())
+
+
+def _offline() -> list[str]:
+    """Return the words that cut a command off from the network; none where the system does not let us."""
+    unshare = shutil.which("unshare")
+    words = [unshare or "unshare", "--map-root-user", "--net"]
+    if unshare is None:
+        return []
+    works = subprocess.run([*words, "true"], stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode == 0
+    return words if works else []
+
+
+def _run(command: Sequence[str], folder: Path, variables: Mapping[str, str]) -> tuple[str, bool]:
+    """Run a command; return its last standard error, and True if it took longer than the time limit."""
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=dict(variables),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            start_new_session=True,
+        )
+        timed_out = False
+        try:
+            process.wait(TIME_LIMIT)
+        except subprocess.TimeoutExpired:
+            timed_out = True
+        finally:
+            _end_group(process)
+        errors.seek(max(0, errors.tell() - 2**16))
+        return errors.read().decode("utf-8", "replace"), timed_out
+
+
+def _end_group(process: subprocess.Popen[bytes]) -> None:
+    """Wait a moment for what the script left in the background, and end it."""
+    for _ in range(200):
+        try:
+            os.killpg(process.pid, 0)
+        except (ProcessLookupError, PermissionError):
+            break
+        if process.poll() is None:
+            break
+        time.sleep(0.01)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _missing_folders(errors: str, folder: Path) -> list[Path]:
+    """Return the folders of files that bash could not open for writing, inside the working folder."""
+    names = re.findall(r"line \d+: ([^\s:/][^\s:]*)/[^\s:/]*: No such file or directory", errors)
+    folders = {folder / name for name in names if ".." not in name.split("/")}
+    return sorted(path for path in folders if not os.path.lexists(path))
+
+
+def _read(root: Path) -> tuple[tuple[str, ...], ...]:
+    """Return the recorded commands; paths of a run's own folders are those that a real run has."""
+    places = {f"{root}/run": os.getcwd(), f"{root}/bin/": "", str(root): os.path.expanduser("~")}
+    files = sorted((root / "records").iterdir(), key=lambda file: file.stat().st_mtime_ns)
+    commands = []
+    for file in files:
+        text = file.read_bytes().decode("utf-8", "surrogateescape")
+        for own, real in places.items():
+            text = text.replace(own, real)
+        commands.append(tuple(text.split("\0")[:-1]))
+    return tuple(commands)
+
+
+def last_error(errors: str) -> str:
+    """Return the last line that a script wrote to its standard error, without what is ours in it."""
+    lines = [line for line in errors.splitlines() if line.strip()]
+    return shortened(lines[-1], 200) if lines else ""
