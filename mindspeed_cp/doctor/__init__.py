@@ -213,5 +213,5 @@ def report_lines(report: dict[str, Any]) -> list[str]:
     fused = [f"{row['operator']} ({row['dtype']})" for row in report["fused_operators"] if not row["ok"]]
     if fused:
         lines.append(f"FAILED: {', '.join(fused)}; train with train.fused_operators: false")
-    links = [row["case"] for row in report["links"] if not row["ok"]]
-    return [*lines, f"FAILED: {', '.join(links)}"] if links else lines
+    failed_links = [row["case"] for row in report["links"] if not row["ok"]]
+    return [*lines, f"FAILED: {', '.join(failed_links)}"] if failed_links else lines

@@ -36,7 +36,7 @@ def findings(report: dict[str, Any]) -> list[Finding]:
 def _operators(report: dict[str, Any]) -> Iterator[Finding]:
     for rank, row in enumerate(report["operator"]):
         for check in row["failed"]:
-            worst = max(check["differences"].items(), key=lambda item: item[1], default=None)
+            worst = max(check["differences"].items(), key=lambda item: item[1], default=("nothing", 0.0))
             text = check["error"] or f"{worst[0]} differs from fp64 by {worst[1]:.1e}, limit {check['limit']:.0e}"
             yield BAD, f"rank {rank}: the operator on {check['case']} ({check['dtype']}): {text}"
     checks = sum(row["checks"] for row in report["operator"])

@@ -12,6 +12,8 @@ from mindspeed_cp.doctor.operator import DTYPES, MAX_DIFFERENCE
 from mindspeed_cp.doctor.reference import relative_difference
 from mindspeed_cp.ops.fused import OPERATORS, missing_operators, npu, plain
 
+_MISSING = "not in this torch-npu"
+
 #: Of each operator: the call, given the module that has it, and shapes of the inputs that get gradients.
 _LAYERS: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
     "rms_norm": (lambda module, cos, sin, x, weight: module.rms_norm(x, weight, 1e-5), ((37, 1, 192), (192,))),
@@ -31,22 +33,21 @@ def check_fused_operators(seed: int = 0) -> list[dict[str, Any]]:
         difference to fp64 of results and gradients, relative to max(1, largest value). An operator that torch-npu lacks
         is one row without a type; it is no error, as training goes without it.
     """
-    missing, rows = missing_operators(), []
+    missing = missing_operators()
+    rows: list[dict[str, Any]] = []
     for operator in missing.values():
-        row = {"operator": operator, "dtype": "", "difference": None, "limit": None, "ok": True}
-        rows.append({**row, "error": "not in this torch-npu"})
+        rows.append(
+            {"operator": operator, "dtype": "", "difference": None, "limit": None, "error": _MISSING, "ok": True}
+        )
     runs = [(name, dtype, _layer) for name in _LAYERS for dtype in DTYPES] + [("adamw", "fp32", _adamw)]
     for name, dtype, results in runs:
         if name in missing:
             continue
-        row = {"operator": OPERATORS[name], "dtype": dtype, "limit": MAX_DIFFERENCE[dtype]}
+        row: dict[str, Any] = {"operator": OPERATORS[name], "dtype": dtype, "limit": MAX_DIFFERENCE[dtype]}
         try:
-            inputs = torch.Generator().manual_seed(seed)
-            state = inputs.get_state()
-            of_npu = results(name, npu, lambda x, dtype=dtype: x.to("npu", DTYPES[dtype]), inputs, DTYPES[dtype])
-            inputs.set_state(state)
-            exact = results(name, plain, lambda x: x.double(), inputs, DTYPES[dtype])
-            largest = max(relative_difference(x, y) for x, y in zip(of_npu, exact, strict=True))
+            computed = results(name, npu, torch.Generator().manual_seed(seed), DTYPES[dtype])
+            exact = results(name, plain, torch.Generator().manual_seed(seed), DTYPES[dtype])
+            largest = max(relative_difference(x, y) for x, y in zip(computed, exact, strict=True))
         except Exception as error:  # whatever it is, the other operators must still run
             rows.append({**row, "difference": None, "error": " ".join(str(error).split()), "ok": False})
             continue
@@ -54,31 +55,33 @@ def check_fused_operators(seed: int = 0) -> list[dict[str, Any]]:
     return rows
 
 
-def _layer(
-    name: str, module: Any, place: Callable[[Tensor], Tensor], generator: torch.Generator, dtype: torch.dtype
-) -> list[Tensor]:
-    """Return output and gradients, on the host; `place` moves inputs, which `dtype` holds exactly."""
+def _place(x: Tensor, module: Any, dtype: torch.dtype) -> Tensor:
+    """Return inputs for a module: of the type on the NPU, or the same numbers in fp64."""
+    x = x.to(dtype)
+    return x.to("npu") if module is npu else x.double()
+
+
+def _layer(name: str, module: Any, generator: torch.Generator, dtype: torch.dtype) -> list[Tensor]:
+    """Return output and gradients, on the host."""
     function, shapes = _LAYERS[name]
 
     def random(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(dtype)
+        return torch.randn(shape, generator=generator)
 
     angles = random(37, 1, 32).repeat(1, 1, 2) * 6
-    cos, sin = (place(table(angles).to(dtype)) for table in (torch.cos, torch.sin))
-    leaves = [place(random(*shape)).requires_grad_() for shape in shapes]
+    cos, sin = (_place(table(angles), module, dtype) for table in (torch.cos, torch.sin))
+    leaves = [_place(random(*shape), module, dtype).requires_grad_() for shape in shapes]
     out = function(module, cos, sin, *leaves)
-    gradients = torch.autograd.grad(out, leaves, place(random(*out.shape)))
+    gradients = torch.autograd.grad(out, leaves, _place(random(*out.shape), module, dtype))
     return [x.detach().cpu() for x in (out, *gradients)]
 
 
-def _adamw(
-    name: str, module: Any, place: Callable[[Tensor], Tensor], generator: torch.Generator, dtype: torch.dtype
-) -> list[Tensor]:
+def _adamw(name: str, module: Any, generator: torch.Generator, dtype: torch.dtype) -> list[Tensor]:
     """Return a weight and its moments after three steps."""
     start, *gradients = (torch.randn(1237, generator=generator) for _ in range(4))
-    weight = torch.nn.Parameter(place(start))
+    weight = torch.nn.Parameter(_place(start, module, dtype))
     adam = torch.optim.AdamW([weight], lr=0.1, betas=(0.9, 0.95), weight_decay=0.1, fused=module is npu)
     for gradient in gradients:
-        weight.grad = place(gradient)
+        weight.grad = _place(gradient, module, dtype)
         adam.step()
     return [x.detach().cpu() for x in (weight, *(adam.state[weight][key] for key in ("exp_avg", "exp_avg_sq")))]

@@ -42,7 +42,7 @@ class Failure:
 
 
 def run_guarded(
-    calls: Sequence[GuardedCall], setup: Callable[[], None], limit: float = ROW_SECONDS
+    calls: Sequence[GuardedCall], setup: Callable[[], object], limit: float = ROW_SECONDS
 ) -> list[Any | Failure]:
     """Make the calls one after the other in a spawned process, and in a new one after each that hung or crashed.
 
@@ -83,7 +83,7 @@ def run_guarded(
 
 
 def _serve_process(
-    calls: Sequence[GuardedCall], setup: Callable[[], None], limit: float, results: list[Any], numbers: list[int]
+    calls: Sequence[GuardedCall], setup: Callable[[], object], limit: float, results: list[Any], numbers: list[int]
 ) -> tuple[int, str] | None:
     """Make calls in one process and write their results. Returns None, or the index of the call that got lost and why;
     -1: the start."""
@@ -111,7 +111,7 @@ def _serve_process(
         process.join()
 
 
-def _make_calls(pipe: Connection, calls: Sequence[GuardedCall], setup: Callable[[], None]) -> None:
+def _make_calls(pipe: Connection, calls: Sequence[GuardedCall], setup: Callable[[], object]) -> None:
     pipe.send(_result(setup))
     for call in calls:
         pipe.send(_result(call.function, *call.arguments))

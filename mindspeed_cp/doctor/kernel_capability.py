@@ -100,7 +100,7 @@ _FULL = AttentionConfig(2, 1, 64, mask="full")
 _GROUP_OF_4 = AttentionConfig(4, 1, 128)
 _WINDOW = AttentionConfig(2, 1, 64, window=(37, 0))
 _ALIBI = AttentionConfig(2, 1, 64, alibi=True)
-_MASKS = {"lowering": "masks"}
+_MASKS: dict[str, Any] = {"lowering": "masks"}
 _GROUP: dict[str, Any] = {"condition": Condition(min_group=4)}
 _BAND: dict[str, Any] = {"condition": Condition(window=True)}
 _BITS: dict[str, Any] = {"condition": Condition(deterministic=True)}

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -121,9 +122,9 @@ class StoreAgreement:
                 if answer is None:
                     raise PeerError(f"rank {self.rank}: rank 0 gives no answer")
                 return answer[0]
-            deadline, silent = time.monotonic() + seconds, {"error": f"{NO_ANSWER} within {seconds:g} s"}
-            rows = [self._wait(f"row/{self._number}/{rank}", deadline) or silent for rank in range(self.ranks)]
-            answer = decide([row if row is silent else row[0] for row in rows])
+            deadline, silent = time.monotonic() + seconds, [{"error": f"{NO_ANSWER} within {seconds:g} s"}]
+            keys = [f"row/{self._number}/{rank}" for rank in range(self.ranks)]
+            answer = decide([(self._wait(key, deadline) or silent)[0] for key in keys])
             self.store.set(answer_key, json.dumps([answer]))
             return answer
         except dist.DistNetworkError as error:
@@ -217,8 +218,8 @@ class RanksCheck:
         self.report: dict[str, Any] = {
             "format": FORMAT, "finished": False, "nodes": launch.nodes, "ranks_per_node": launch.ranks_per_node,
             "device": kind, "dtype": self._dtype, "tokens_per_rank": self._tokens, "link_seconds": self._link_seconds,
-            "ranks": [], "operator": [], "kernels": [], "links": [], "cluster": None, "fit_error": None, "algorithms": [],
-            "failures": [], "seconds": {},
+            "ranks": [], "operator": [], "kernels": [], "links": [], "cluster": None, "fit_error": None,
+            "algorithms": [], "failures": [], "seconds": {},
         }  # fmt: skip
 
     def run(self, log: Any) -> None:
@@ -326,7 +327,7 @@ class RanksCheck:
                         self._fail("links", f"{first} - {second}: {error}")
                 return errors
 
-            row = {} if pair is None else attempt(lambda pair=pair: self._time_pair(pair))
+            row = {} if pair is None else attempt(partial(self._time_pair, pair))
             broken += int(self.agreement.agree(row, judge, 60.0 + 3 * self._link_seconds))
             if broken >= MAX_BROKEN_LINKS:
                 break
@@ -354,7 +355,7 @@ class RanksCheck:
         return self._collect("join", measure, seconds=60.0 + 3 * self._link_seconds)
 
     def _fit(self) -> bool:
-        """Measure messages of many sizes, up to what slow links allow, and fit the cluster to them and to the kernels."""
+        """Measure messages of many sizes, up to what slow links allow; fit the cluster to them and the kernels."""
 
         def largest(_: list[Any]) -> dict[str, int]:
             slowest = {kind: float("inf") for kind in ("in_node", "network")}
