@@ -133,9 +133,11 @@ def _shared_in_tensor_parallel_group(data_iterator: Any, vocabulary: int | None)
 def _check_vocabulary(batch: dict[str, Tensor], size: int | None) -> None:
     """Raise ConfigError for a token, or a label that counts, beyond the vocabulary: vocabulary-parallel layers take it
     as a token of another rank, and train without a word."""
+    if size is None:  # before Megatron knows it
+        return
     counted = {"tokens": batch["tokens"], "labels": batch["labels"][batch["loss_mask"] != 0]}
     for name, values in counted.items():
-        wrong = values[(values < 0) | (values >= size)] if size is not None else values[:0]
+        wrong = values[(values < 0) | (values >= size)]
         if wrong.numel():
             raise ConfigError(
                 f"{name} of the batch have {int(wrong.flatten()[0])}; valid: 0 to {size - 1}, the padded vocabulary; "
