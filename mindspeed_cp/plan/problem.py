@@ -250,7 +250,7 @@ class AttentionConfig:
         if self.window is None:
             return
         is_pair = isinstance(self.window, tuple) and len(self.window) == 2
-        if not is_pair or any(not is_int(side) or not -1 <= side < 2**62 for side in self.window):
+        if not is_pair or any(not is_int(side) or side < -1 for side in self.window):
             raise ConfigError(
                 f"attention.window is {short_repr(self.window)}; valid: (left, right), whole numbers of tokens, 0 or "
                 "more, or -1 for no limit on that side; or None"

@@ -243,6 +243,7 @@ class MicroBatchLoader:
         else:
             whole = {"tokens": row.tokens, "labels": row.labels, "loss_mask": row.loss_mask}
             batch, params = planned_batch(whole, list(plans.values()), rank, **options)
+        params.batch_digest = None  # the step compares contents itself, over replicas too, and names the rank
         params.pool_groups = world.groups_of_pool(pools)
         counts = int(world.replica % world.replicas_of_plan(pools) == 0)
         return MicroBatch(

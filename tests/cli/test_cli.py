@@ -155,9 +155,15 @@ def test_plan_draws_every_algorithm_and_tells_bytes(
         (["--algorithm", "double_ring", "--set", "cp_window_size=4"], "one window of all ranks is the ring"),
         (["--algorithm", "double_ring", "--nodes", "2"], None),
         (["--algorithm", "double_ring", "--set", "cp_window_size=2"], None),
-        (["--algorithm", "ulysses", "--heads", "3"], "3 heads are fewer than 4 ranks: 1 of these computes nothing"),
-        (["--algorithm", "ulysses", "--heads", "2"], "2 heads are fewer than 4 ranks: 2 of these compute nothing"),
-        (["--algorithm", "ulysses", "--heads", "4"], None),
+        (
+            ["--algorithm", "ulysses", "--heads", "3", "--head-dim", "128"],
+            "3 heads are fewer than 4 ranks: 1 of these computes nothing",
+        ),
+        (
+            ["--algorithm", "ulysses", "--heads", "2", "--head-dim", "128"],
+            "2 heads are fewer than 4 ranks: 2 of these compute nothing",
+        ),
+        (["--algorithm", "ulysses", "--heads", "4", "--head-dim", "128"], None),
         (["--algorithm", "ring"], None),
     ],
 )
@@ -297,8 +303,6 @@ def test_plan_options_are_those_of_build_plan(
             ],
             "6 ranks",
         ),
-        (["train", "configs/reference.yaml", "--set", "data.corpus=/no/corpus"], "/no/corpus"),
-        (["train", "configs/reference.yaml", "--set", "data.seq_length=900000000"], "does not fit"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

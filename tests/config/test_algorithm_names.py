@@ -104,10 +104,8 @@ def test_keys_that_do_not_agree_are_told_with_both_places_and_a_cure_that_works(
 
 def test_the_keys_of_megatron_that_are_read_are_among_the_valid_ones(tmp_path: Path) -> None:
     line = error(write(tmp_path, "context_parallel_suite: {cp_comm_typ: a2a}"))
-    assert "unknown key; did you mean context_parallel_suite.cp_comm_type? valid: context_parallel_size, " in line
-    assert line.endswith(", cp_comm_type, hierarchical_context_parallel_sizes")
-    with pytest.raises(
-        ConfigError, match=r"unknown key; valid: .*, cp_comm_type, hierarchical_context_parallel_sizes$"
-    ):
+    assert "unknown key; did you mean context_parallel_suite.cp_comm_type?" in line and len(line) < 400
+    assert {"cp_comm_type", "hierarchical_context_parallel_sizes"} <= set(SuiteSettings.key_names())
+    with pytest.raises(ConfigError, match="unknown key; valid: "):
         SuiteSettings(**{"qqq": 2})
     assert "cp_comm_type" not in error(write(tmp_path, "train: {qqq: 1}"))

@@ -73,12 +73,15 @@ def test_bare_keys_of_its_options_are_known_before_anything_else_is_read(toy: Pa
 
 
 def test_it_is_used_by_the_command_line(toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", str(toy), "--lengths", "700,30", "--verify", "--json"]) == 0
+    sizes = ["--heads", "8", "--head-dim", "64"]
+    assert run(["plan", str(toy), "--lengths", "700,30", *sizes, "--verify", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["verified"]
     set_all = ["--set", "algorithm_modules=[toy_algorithm]", "--set", "laps=2", "--set", "way=right"]
     assert run(["plan", "--lengths", "700,30", "--algorithm", "toy", *set_all]) == 0
     ALGORITHMS.pop("toy")
     sys.modules.pop("toy_algorithm")
     assert run(["plan", "--lengths", "700,30", *set_all, "--set", "algorithm=toy"]) == 0
-    assert run(["simulate", str(toy), "--lengths", "700,30", "--algorithms", "toy,toy:laps=0,ring", "--json"]) == 0
+    assert (
+        run(["simulate", str(toy), "--lengths", "700,30", *sizes, "--algorithms", "toy,toy:laps=0,ring", "--json"]) == 0
+    )
     assert len(json.loads(capsys.readouterr().out.splitlines()[-1])["algorithms"]) == 3

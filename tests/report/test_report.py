@@ -57,7 +57,7 @@ def test_the_overview_tells_what_is_computed_and_sent() -> None:
 
     ring, hybrid, ulysses = (overview(algorithm=name) for name in ("ring", "hybrid", "ulysses"))
     assert ring["attention"] == "full mask, window of 40 back, 9 ahead, ALiBi"
-    assert ring["heads"] == "6, key/value heads 2, of width 12/8" and ring["ranks"] == "4 (2 nodes)"
+    assert ring["heads"] == "6, key/value heads 2, of width 12/8, bf16" and ring["ranks"] == "4 (2 nodes)"
     assert ring["sent in the forward"].endswith(" of K/V") and "of K/V, dK and dV" in ring["sent in the backward"]
     assert ulysses["sent in the forward"].endswith(" by all-to-all") and ":" not in ulysses["sent in the forward"]
     assert "of K/V, " in hybrid["sent in the forward"] and hybrid["sent in the forward"].endswith(" by all-to-all")

@@ -300,8 +300,8 @@ def check_tiles(program: Program, rank: int, tiles: np.ndarray, direction: str) 
 
 
 def _check_masks(tiles: np.ndarray, attention: AttentionConfig, where: str) -> None:
-    """Raise PlanError unless every row of a band tile sees a key, and every key is seen; and causal tiles are under a
-    causal mask and, if positions matter, end at the same position on both sides and lie in the window.
+    """Raise PlanError unless every row of a band tile sees a key, and every key is seen; and causal tiles are of
+    queries that see no later key and, if positions matter, end at one position on both sides and lie in the window.
 
     Operators make the masks of some calls from the attention's reach and the positions of a tile, not from its mask.
     """
@@ -313,7 +313,7 @@ def _check_masks(tiles: np.ndarray, attention: AttentionConfig, where: str) -> N
     shifted = is_causal & (ahead != k_rows - q_rows) & attention.needs_positions
     outside = is_causal & (ahead + q_rows - 1 > left) & attention.needs_positions
     for wrong, why in (
-        (is_causal & (attention.mask != "causal"), f"attention.mask is {attention.mask!r}"),
+        (is_causal & (right > 0), f"attention.mask is {attention.mask!r} with window {attention.window}"),
         (sees_no_key, "a query sees no key of it"),
         (unseen_key, "no query sees a key of it"),
         (shifted, "its last query and its last key are at different positions"),
