@@ -1,8 +1,7 @@
-"""The network devices of this machine and who reaches their addresses."""
+"""The network devices of this machine and their addresses."""
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 
 import psutil
@@ -15,11 +14,3 @@ def interface_addresses() -> dict[str, list[str]]:
         for device, addresses in psutil.net_if_addrs().items()
     }
     return {device: [address for _, address in addresses] for device, addresses in by_device.items() if addresses}
-
-
-def reach(address: str) -> str:
-    """Return who can connect to an address: "this machine", "private network" or "internet"."""
-    parsed = ipaddress.ip_address(address.partition("%")[0])
-    if parsed.is_loopback:
-        return "this machine"
-    return "internet" if parsed.is_global else "private network"

@@ -29,7 +29,7 @@ EQUAL_LENGTHS = "TND of equal lengths and D 128 a key late"  # as if BSH had ano
 BAND_HANGS = "sparse_mode 4 never ends"
 OTHER_BITS = "deterministic gradients in any order"  # with other bits at every call
 
-#: Of attention, of habits of the npu backend (tests/npu/test_profile.py), and of the operators of a layer and the
+#: Of attention, of variants of the npu backend (tests/npu/test_profile.py), and of the operators of a layer and the
 #: optimizer.
 FAULTS = (COLUMNS, ORDER, KV_START, STATISTICS, TOP_LEFT, HEADS, KEEP_PROB, BITS, MODE_1, UPDATE, UPDATE_OUT)
 HABIT_FAULTS = (STARTS_FIRST, SUM_OF_ONE, GAPS, EQUAL_LENGTHS, BAND_HANGS, OTHER_BITS)
