@@ -218,19 +218,19 @@ def changed_layout(layout: Layout, rng: Random) -> Layout:
 class ChangedTiles(Program):
     """A program whose tiles at one rank are changed."""
 
-    rank_of_tiles: int = 0
+    changed_rank: int = 0
     seed: int = 0
 
     def tiles(self, rank: int) -> np.ndarray:
         tiles = super().tiles(rank)
-        return changed_tiles(tiles, Random(self.seed), self.attention) if rank == self.rank_of_tiles else tiles
+        return changed_tiles(tiles, Random(self.seed), self.attention) if rank == self.changed_rank else tiles
 
 
 def _change_tiles(plan: Plan, rng: Random) -> Plan:
     path, program = rng.choice([leaf for leaf in _leaves(plan) if isinstance(leaf[1], Program) and leaf[1].steps])
     ranks = [rank for rank in range(plan.ranks) if len(program.tiles(rank))]
     values = {field.name: getattr(program, field.name) for field in fields(Program)}
-    return _with(plan, path, ChangedTiles(**values, rank_of_tiles=rng.choice(ranks), seed=rng.randrange(2**30)))
+    return _with(plan, path, ChangedTiles(**values, changed_rank=rng.choice(ranks), seed=rng.randrange(2**30)))
 
 
 def changed_tiles(tiles: np.ndarray, rng: Random, attention: AttentionConfig) -> np.ndarray:

@@ -24,7 +24,7 @@ from tests.ops.npu_oracle import OracleOperator
 from tests.plan.mutations import mutated, random_plan
 
 KEY = (7, 3)  # of dropout
-PER_TEST = 250
+PER_TEST = 200
 
 
 def outcome(seed: object) -> str:
@@ -91,7 +91,7 @@ def largest_error(plan: Plan, backend: AttentionBackend | None, stepping: Steppi
     )
 
 
-@pytest.mark.parametrize("part", [pytest.param(n, marks=pytest.mark.thorough if n else ()) for n in range(12)])
+@pytest.mark.parametrize("part", [pytest.param(n, marks=pytest.mark.thorough if n else ()) for n in range(15)])
 def test_changed_plans_are_refused_or_exact(part: int) -> None:
     outcomes = {number: outcome(number) for number in range(part * PER_TEST, (part + 1) * PER_TEST)}
     assert {number: text for number, text in outcomes.items() if text not in ("refused", "exact")} == {}
