@@ -13,7 +13,7 @@ from mindspeed_cp.errors import ConfigError, PlanError
 from mindspeed_cp.layout import ROW_RUN, TOKEN_SPAN, Documents, Layout
 from mindspeed_cp.plan.problem import AttentionConfig, Topology
 from mindspeed_cp.plan.program import DIRECTIONS, EXCHANGES, REDUCE_BYTES, Plan, Program
-from mindspeed_cp.plan.records import BAND, CAUSAL, CONTENT, MASK_NAMES, MESSAGE, Messages
+from mindspeed_cp.plan.records import BAND, CAUSAL, CONTENT, FULL, MASK_NAMES, MESSAGE, Messages
 from mindspeed_cp.schema.messages import short_repr
 from mindspeed_cp.schema.numbers import is_int
 
@@ -305,6 +305,9 @@ def _check_masks(tiles: np.ndarray, attention: AttentionConfig, where: str) -> N
 
     Operators make the masks of some calls from the attention's reach and the positions of a tile, not from its mask.
     """
+    tiles = tiles[tiles["mask"] != FULL]
+    if not len(tiles):
+        return
     left, right = attention.reach
     q_rows, k_rows, ahead = tiles["q_rows"], tiles["k_rows"], tiles["q_pos"] - tiles["k_pos"]
     is_band, is_causal = tiles["mask"] == BAND, tiles["mask"] == CAUSAL
