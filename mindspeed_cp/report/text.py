@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
 _COLUMN_GAP = 3  # spaces between columns
+_LEAST_WIDTH = 12  # of a column that is wrapped
 _UNLIMITED_WIDTH = 400
 _HTML_CELL_LIMIT = 400  # characters; a longer text, such as the name of a registered algorithm, loses its end
 
@@ -161,23 +162,34 @@ def is_numeric_column(table: Table, column: int) -> bool:
 
 
 def _rich_table(table: Table, block: Sequence[int], width: int) -> RichTable:
-    """Return a block of columns for rich. Where they do not fit, what is wider than half of the terminal is wrapped."""
+    """Return a block of columns for rich. Where they do not fit, the widest ones are wrapped."""
     from rich import box
     from rich.table import Table as RichTable
 
     widths, has_headings = _column_widths(table), any(table.columns)
-    fits = sum(widths[index] + _COLUMN_GAP for index in block) <= width + 1
+    unwrapped = _unwrapped_columns(widths, block, width)
     result = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_header=has_headings)
     for index in block:
         result.add_column(
             table.columns[index],
             justify="right" if has_headings and index and is_numeric_column(table, index) else "left",
             overflow="fold",
-            no_wrap=fits or widths[index] <= width // 2,
+            no_wrap=index in unwrapped,
         )
     for row in table.rows:
         result.add_row(*(row[index] for index in block))
     return result
+
+
+def _unwrapped_columns(widths: Sequence[int], block: Sequence[int], width: int) -> set[int]:
+    """Return the columns that get all of their width: the narrowest ones, such that each of the others has some."""
+    least = {index: min(widths[index], _LEAST_WIDTH) for index in block}
+    room, unwrapped = width + 1 - sum(least.values()) - _COLUMN_GAP * len(block), set()
+    for index in sorted(block, key=lambda index: widths[index]):
+        room -= widths[index] - least[index]
+        if room >= 0:
+            unwrapped.add(index)
+    return unwrapped
 
 
 def html_of_tables(tables: Iterable[Table], sentence: str = "") -> str:
