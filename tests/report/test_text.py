@@ -15,11 +15,7 @@ STEPS = Table(
 TEXTS = Table("Texts", ("", ""), (("documents", "4 documents of 6,830 tokens " * 8), ("ranks", "8")))
 LONG_NAMES = Table("Long", ("check", "largest"), (("cuda bf16: causal, window, ALiBi and dropout " * 3, "1.5e-03"),))
 
-HALVES = Table(
-    "Halves",
-    ("case", "found", "advice"),
-    tuple((f"{n:<48}|", f"differs by {n}: " + "x" * 40, "use the other one") for n in "ab"),
-)
+HALVES = Table("Halves", ("case", "found"), tuple(("c" * 54, "x" * 54) for _ in range(2)))
 
 
 def printed(table: Table, width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[str]:
@@ -42,13 +38,12 @@ def test_no_word_and_no_figure_is_cut(
     assert "\u2026" not in text
 
 
-@pytest.mark.parametrize("width", range(70, 125, 5))
+@pytest.mark.parametrize("width", [80, 108, 110, 112, 120])
 def test_no_letter_is_lost_in_columns_of_half_the_width(
     width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = "\n".join(printed(HALVES, width, monkeypatch, capsys))
-    for letter in "|x":
-        assert text.count(letter) == sum(cell.count(letter) for row in HALVES.rows for cell in row)
+    text = "\n".join(printed(HALVES, width, monkeypatch, capsys)[3:])
+    assert (text.count("c"), text.count("x")) == (108, 108)
 
 
 def test_every_block_names_its_rows_and_every_figure_is_in_one() -> None:
