@@ -91,8 +91,11 @@ def find_launch(recording: Recording, name: str, number: int | None = None) -> L
         notes.append(f"not run, so that what the script reads from it is empty: {shown}")
     if recording.timed_out:
         notes.append(f"the script was stopped after {TIME_LIMIT:.0f} s; what it starts later was not recorded")
-    if recording.has_network:
-        notes.append("the script was not cut off from the network: unshare does not work on this machine")
+    if not recording.is_sealed:
+        notes.append(
+            "unshare does not work on this machine: the script was not cut off from the network, what it wrote itself "
+            "stays, and it did not see the files of this folder by relative paths"
+        )
     return Launch(launch.launcher, launch.entry, launch.words, launch.name, tuple(notes))
 
 

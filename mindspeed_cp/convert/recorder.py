@@ -3,7 +3,9 @@
 The script runs in bash in a temporary folder. Its PATH holds tools that only give values (`dirname`, `seq`, ...),
 programs that start another one (`nohup`, `srun`, ...), which pass on to what they would start, and recorders: torchrun,
 python and the like write down their words and exit with 0. Every other program is recorded, too, and does nothing.
-The environment is small, standard input is empty, there is a time limit, and no network where `unshare` works.
+The environment is small, standard input is empty, and there is a time limit. Where `unshare` works there is no network,
+and nothing that the script writes itself, by redirections, stays: its folder and the caller's are overlaid, and all
+else is read-only.
 """
 
 from __future__ import annotations
@@ -44,9 +46,37 @@ _TOOLS = (
     *("id", "whoami", "ls", "stat", "mktemp", "getopt", "jq", "cmp", "diff", "getconf", "arch", "printenv"),
 )
 
+#: Words: the temporary folder, the program mount, folders to overlay, --, and a command, which is run.
+_SEAL = r"""
+root=$1 mount=$2 number=0 overlaid=
+shift 2
+while [ "$1" != -- ]; do
+    number=$((number + 1))
+    layers=lowerdir=$1,upperdir=$root/upper/$number,workdir=$root/work/$number
+    "$mount" -t overlay overlay -o "$layers" "$1" 2> /dev/null && overlaid="$overlaid:$1:"
+    shift
+done
+shift
+"$mount" --bind "$root" "$root" || exit 97
+for pass in seal check; do
+    while read -r _ target type options _; do
+        target=$(printf %b "$target")
+        case $type in proc|sysfs|cgroup*|dev*|mqueue|*fuse*|tracefs|debugfs|securityfs|bpf|pstore) continue ;; esac
+        case $overlaid:$root: in *":$target:"*) continue ;; esac
+        if [ $pass = seal ]; then
+            "$mount" -o remount,bind,ro "$target" 2> /dev/null
+        else  # one mount may hide another, as often of /dev/shm
+            case $target:,$options, in /dev/*) ;; *,rw,*) exit 97 ;; esac
+        fi
+    done < /proc/self/mounts
+done
+cd "$root/run" || exit 97
+exec "$@"
+"""
+
 #: Read by every bash before its script: PATH stays what it is here, and a program with a path is recorded, too.
 _PROFILE = r"""
-set -o noclobber
+set @NOCLOBBER@ noclobber
 set -o functrace
 command_not_found_handle() {
     case $1 in nvidia-smi|npu-smi|rocm-smi|ip|ifconfig) return 127 ;; esac
@@ -112,13 +142,13 @@ class Recording:
         commands: words of each, the program's name first, in the order of their start.
         errors: what the script wrote to its standard error.
         timed_out: True if it was stopped by the time limit.
-        has_network: True if it was not cut off from the network.
+        is_sealed: True if it had no network, and what it wrote itself is gone.
     """
 
     commands: tuple[tuple[str, ...], ...]
     errors: str
     timed_out: bool
-    has_network: bool
+    is_sealed: bool
 
 
 def record(path: str | Path, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Recording:
@@ -138,14 +168,14 @@ def record(path: str | Path, arguments: Sequence[str] = (), environment: Mapping
         raise ConfigError(f"{path}: there is no bash to run it; give the flags behind --, as the training script gets")
     with tempfile.TemporaryDirectory(prefix="mindspeed-cp-convert-") as name:
         root = Path(name).resolve()
-        _furnish(root, bash)
+        seal = _seal(root, (Path.cwd(), script.parent))
+        _furnish(root, bash, with_links=bool(seal))
         variables = {
             **{"HOME": str(root), "TMPDIR": str(root), "PWD": str(root / "run"), "PATH": str(root / "bin")},
             **{"BASH_ENV": str(root / "profile"), "SHELL": bash, "LANG": "C.UTF-8", "USER": "user", "TERM": "dumb"},
             **(environment or {}),
         }
-        offline = _offline()
-        command = [*offline, bash, str(script), *arguments]
+        command = [*seal, bash, str(script), *arguments]
         errors, timed_out = "", False
         for _ in range(_RUNS):
             errors, timed_out = _run(command, root / "run", variables)
@@ -156,7 +186,7 @@ def record(path: str | Path, arguments: Sequence[str] = (), environment: Mapping
                 folder.mkdir(parents=True, exist_ok=True)
             for file in (root / "records").iterdir():
                 file.unlink()
-        return Recording(_read(root), errors, timed_out, not offline)
+        return Recording(_read(root), errors, timed_out, bool(seal))
 
 
 def _checked(path: str | Path) -> Path:
@@ -179,13 +209,12 @@ def _checked(path: str | Path) -> Path:
     return Path(path).resolve()
 
 
-def _furnish(root: Path, bash: str) -> None:
-    """Make the folders of a run: programs, records, and a working folder with links to the caller's files."""
+def _furnish(root: Path, bash: str, with_links: bool) -> None:
+    """Make programs, and links to the caller's files in the working folder if nothing can be written through them."""
     programs = root / "bin"
-    for folder in ("bin", "records", "run"):
-        (root / folder).mkdir()
     real = {name: shutil.which(name) for name in ("sed", "realpath", "mkdir", *_TOOLS)}
     values = {"BASH": bash, "BIN": programs, "RECORDS": root / "records", "ROOT": root}
+    values["NOCLOBBER"] = "+o" if with_links else "-o"
     values |= {name.upper(): real[name] or "true" for name in ("sed", "realpath", "mkdir")}
 
     def fill(text: str, name: str = "") -> str:
@@ -210,17 +239,26 @@ def _furnish(root: Path, bash: str) -> None:
         if (program := real[name]) is not None:
             (programs / name).symlink_to(program)
     entries = sorted(os.listdir(os.curdir))
-    for entry in entries if len(entries) <= _MAX_LINKS else ():
+    for entry in entries if with_links and len(entries) <= _MAX_LINKS else ():
         (root / "run" / entry).symlink_to(Path(entry).absolute())
 
 
-def _offline() -> list[str]:
-    """Return the words that cut a command off from the network; none where the system does not let us."""
-    unshare = shutil.which("unshare")
-    words = [unshare or "unshare", "--map-root-user", "--net"]
-    if unshare is None:
+def _seal(root: Path, folders: Sequence[Path]) -> list[str]:
+    """Make the folders of a run, and return the words in front of a command that seal it: it has no network, and writes
+    nothing outside of these folders that stays; none where the system does not let us."""
+    for name in ("bin", "records", "run"):
+        (root / name).mkdir()
+    unshare, mount, shell = (shutil.which(name) for name in ("unshare", "mount", "sh"))
+    if unshare is None or mount is None or shell is None:
         return []
-    works = subprocess.run([*words, "true"], stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode == 0
+    overlaid = [folder for folder in dict.fromkeys(folders) if folder not in root.parents]
+    for number in range(1, len(overlaid) + 1):
+        for name in ("upper", "work"):
+            (root / name / str(number)).mkdir(parents=True)
+    words = [unshare, "--map-root-user", "--net", "--mount", shell, "-c", _SEAL, "seal", str(root), mount]
+    words += [*map(str, overlaid), "--"]
+    check = [*words, shell, "-c", ":"]
+    works = subprocess.run(check, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode == 0
     return words if works else []
 
 

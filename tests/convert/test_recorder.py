@@ -54,8 +54,8 @@ def test_nothing_real_runs_and_nothing_is_written(tmp_path: Path, monkeypatch: p
         f"torchrun a.py > {tmp_path}/old.log\npython b.py\n"
     )
     recording = recorded(text, tmp_path)
-    assert {words[0] for words in recording.commands} == {"rm", "touch", "python"}
-    assert "old.log: cannot overwrite existing file" in recording.errors
+    assert {words[0] for words in recording.commands} >= {"rm", "touch", "python"}
+    assert ("torchrun", "a.py") in recording.commands or not recording.is_sealed
     assert (tmp_path / "old.log").read_text() == "of the last training\n"
     assert (tmp_path / "config.json").read_text() == "{}\n"
     assert sorted(os.listdir(tmp_path)) == ["config.json", "launch.sh", "old.log"]
@@ -101,9 +101,49 @@ def test_a_script_that_does_not_end_is_stopped(tmp_path: Path, monkeypatch: pyte
 def test_there_is_no_network_where_the_system_lets_us(tmp_path: Path) -> None:
     text = 'if exec 3<> /dev/tcp/127.0.0.1/$1; then python reached.py; fi\npython end.py "$(cat /proc/net/dev | wc -l)"'
     recording = recorded(text, tmp_path, "9")
-    if recording.has_network:
-        pytest.skip("unshare does not work here")
+    if not recording.is_sealed:
+        pytest.skip("unshare with a network and mounts of its own does not work here")
     assert recording.commands == (("python", "end.py", "3"),)  # two lines of a head, and loopback
+
+
+WRITES = """
+echo x >> logs/old.txt
+echo x > logs/old.txt
+echo x > top.txt
+echo x >> "$1/absolute.txt"
+cd "$(dirname "$0")" && echo x > logs/old.txt
+torchrun pretrain_gpt.py --a > logs/new.txt 2>&1
+cd / && torchrun pretrain_gpt.py --b >> "$1/launch/logs/old.txt"
+echo x > "$1/elsewhere/y"
+python end.py "$(cat "$1/launch/logs/old.txt")"
+"""
+
+
+def test_nothing_that_a_script_writes_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = tmp_path / "launch", tmp_path / "elsewhere"
+    (folders[0] / "logs").mkdir(parents=True)
+    folders[1].mkdir()
+    (folders[0] / "logs" / "old.txt").write_text("as it was")
+    monkeypatch.chdir(folders[0])
+    recording = recorded(WRITES, folders[0], str(tmp_path))
+    if not recording.is_sealed:
+        pytest.skip("unshare with a network and mounts of its own does not work here")
+    names = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*"))
+    assert names == ["elsewhere", "launch", "launch/launch.sh", "launch/logs", "launch/logs/old.txt"]
+    assert (folders[0] / "logs" / "old.txt").read_text() == "as it was"
+    shown = [command[-1] for command in recording.commands]
+    assert shown == ["--a", "--b", "x"]  # as if they had been written
+
+
+def test_without_a_seal_the_folder_is_empty_and_no_file_is_overwritten(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "_SEAL", "exit 97")
+    (tmp_path / "old.txt").write_text("as it was")
+    monkeypatch.chdir(tmp_path)
+    recording = recorded('echo x > old.txt\necho x > "$1/old.txt"\npython a.py $(ls)', tmp_path, str(tmp_path))
+    assert not recording.is_sealed and (tmp_path / "old.txt").read_text() == "as it was"
+    assert recording.commands == (("python", "a.py", "old.txt"),)
 
 
 @pytest.mark.parametrize(
