@@ -66,7 +66,7 @@ def _leaves(item: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
     if path:
         yield path, item
     if is_dataclass(item):
-        for field in fields(item):
+        for field in fields(Program if isinstance(item, Program) else item):  # of ChangedTiles a program's fields alone
             yield from _leaves(getattr(item, field.name), (*path, field.name))
     elif isinstance(item, tuple) and item and isinstance(item[0], Plan):
         for index, part in enumerate(item):

@@ -21,7 +21,7 @@ def check_redistribution(redistribution: Redistribution, name: str) -> None:
         low, high = redistribution.target.head_range(rank, redistribution.heads)
         if low == high:
             continue
-        arrived = np.full(len(wanted), -1)
+        arrived, last = np.full(len(wanted), -1), np.empty(len(wanted), np.int64)
         for pair in redistribution.rank_pairs[redistribution.rank_pairs["dst"] == rank]:
             runs, where = redistribution.runs_of(pair), f"{name}: rank {rank}, from rank {pair['src']}"
             if (pair["head"], pair["head"] + pair["heads"]) != (low, high):
@@ -35,7 +35,9 @@ def check_redistribution(redistribution: Redistribution, name: str) -> None:
             outside = (dst_rows < 0) | (dst_rows >= len(wanted)) | (src_rows < 0) | (src_rows >= len(given))
             if outside.any() or len(dst_rows) != pair["rows"]:
                 raise PlanError(f"{where}: its {pair['rows']} rows do not exist on both sides")
-            if (arrived[dst_rows] >= 0).any() or len(np.unique(dst_rows)) != len(dst_rows):
+            number = np.arange(len(dst_rows))
+            last[dst_rows] = number
+            if (arrived[dst_rows] >= 0).any() or (last[dst_rows] != number).any():
                 raise PlanError(f"{where}: a row arrives twice")
             arrived[dst_rows] = given[src_rows]
         wrong = np.flatnonzero(arrived != wanted)
