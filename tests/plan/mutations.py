@@ -66,7 +66,7 @@ def _leaves(item: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
     if path:
         yield path, item
     if is_dataclass(item):
-        for field in fields(item):
+        for field in fields(Program if isinstance(item, Program) else item):  # of ChangedTiles a program's fields alone
             yield from _leaves(getattr(item, field.name), (*path, field.name))
     elif isinstance(item, tuple) and item and isinstance(item[0], Plan):
         for index, part in enumerate(item):
@@ -193,6 +193,8 @@ def changed_documents(documents: Documents, rng: Random) -> Documents:
 
 def changed_layout(layout: Layout, rng: Random) -> Layout:
     """The same tokens on other ranks, with other heads, or cut elsewhere."""
+    if not 0 < layout.ranks < 100:  # of another change
+        return layout
     make = rng.choice((zigzag, contiguous, row_zigzag, None, None))
     if make is not None:
         return replace(make(layout.documents, layout.ranks), heads=layout.heads)
@@ -228,7 +230,7 @@ class ChangedTiles(Program):
 
 def _change_tiles(plan: Plan, rng: Random) -> Plan:
     path, program = rng.choice([leaf for leaf in _leaves(plan) if isinstance(leaf[1], Program) and leaf[1].steps])
-    ranks = [rank for rank in range(plan.ranks) if len(program.tiles(rank))]
+    ranks = sorted(set(program.contents["rank"].tolist()))
     values = {field.name: getattr(program, field.name) for field in fields(Program)}
     return _with(plan, path, ChangedTiles(**values, changed_rank=rng.choice(ranks), seed=rng.randrange(2**30)))
 

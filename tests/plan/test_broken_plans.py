@@ -362,7 +362,7 @@ BANDS = AttentionConfig(4, window=(5, 0))
         (BANDS, lambda t: widened(t, -1, q_row=1, q_pos=1, q_rows=-1), "no query sees a key of it"),
         (TEXT, lambda t: t[::-1], "comes after a tile of a later step or slot"),
         (AttentionConfig(4, alibi=True), lambda t: full_as_causal(t), "its last query and its last key are at different"),
-        (AttentionConfig(4, mask="full"), lambda t: full_as_causal(t), "attention.mask is 'full'"),
+        (AttentionConfig(4, mask="full"), lambda t: full_as_causal(t), "queries see keys behind themselves"),
         (TEXT, lambda t: widened(t, 0, slot=7, step=-1), "rank 2, step -1: .* the slot holds rows up to 0"),
         (TEXT, lambda t: t[:, None], "its tiles are no array of records of step, slot"),
     ],

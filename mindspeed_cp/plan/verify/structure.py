@@ -316,7 +316,7 @@ def _check_masks(tiles: np.ndarray, attention: AttentionConfig, where: str) -> N
     shifted = is_causal & (ahead != k_rows - q_rows) & attention.needs_positions
     outside = is_causal & (ahead + q_rows - 1 > left) & attention.needs_positions
     for wrong, why in (
-        (is_causal & (right > 0), f"attention.mask is {attention.mask!r} with window {attention.window}"),
+        (is_causal & (right > 0), "queries see keys behind themselves"),
         (sees_no_key, "a query sees no key of it"),
         (unseen_key, "no query sees a key of it"),
         (shifted, "its last query and its last key are at different positions"),
