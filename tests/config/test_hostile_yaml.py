@@ -110,4 +110,4 @@ def test_an_integer_that_python_does_not_write_is_named_by_its_bits() -> None:
         with pytest.raises(ConfigError, match="an integer of 36,001 bits"):
             Settings(**{"train": section})
     with pytest.raises(ConfigError, match=r"attention\.window is .*an integer"):
-        AttentionConfig(4, window=(huge, 0))
+        AttentionConfig(4, window=(-huge, 0))
