@@ -12,7 +12,6 @@ import torch.distributed as dist
 from mindspeed_cp.comm.directional_groups import OPEN_GROUPS, DirectionalGroups, connection_order
 from mindspeed_cp.comm.exchange import ExchangeBuffers
 from mindspeed_cp.comm.groups import comm_library, failure_reason, resolve_group
-from mindspeed_cp.comm.last_wait import note_arrival, note_exchange, note_wait
 from mindspeed_cp.comm.transport import DEFAULT_TIMEOUT, Pending, Transfer, checked_timeout
 from mindspeed_cp.device.npu_errors import HCCL_REMEDY, is_lost_peer, short_cause
 from mindspeed_cp.errors import PeerError
@@ -158,7 +157,6 @@ class GroupTransport:
         """Wait for posted work; an error that blames a peer is raised as `failure` returns it."""
         try:
             work.wait(self.gloo_timeout) if self.is_gloo else work.wait()
-            note_arrival()
         except RuntimeError as error:
             if self.is_unrelated(error):
                 raise
@@ -203,7 +201,6 @@ class _PendingWork(NamedTuple):
     def wait(self) -> None:
         """See :class:`mindspeed_cp.comm.Pending`."""
         transport = self.transport
-        note_wait(self.transfer, transport.global_rank(self.transfer.peer))
         transport.finish(self.work, lambda error: transport.failure(self.transfer, error))
 
 
@@ -218,5 +215,4 @@ class _PendingExchange(NamedTuple):
     def wait(self) -> None:
         """See :class:`mindspeed_cp.comm.Pending`."""
         transport = self.transport
-        note_exchange(self.label)
         transport.finish(self.work, lambda error: transport.exchange_failure(self.label, error))

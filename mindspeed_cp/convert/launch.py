@@ -17,10 +17,10 @@ _TRAINS = re.compile(r"train|finetune|sft")
 
 #: Words in the name of a script -> what it does in place of training.
 _OTHER_WORK = (
-    (re.compile(r"infer|generat|chat|serve"), "inference"),
-    (re.compile(r"eval"), "evaluation"),
-    (re.compile(r"preprocess|process_data|tokenize|dataset"), "preparation of data"),
-    (re.compile(r"convert|ckpt|checkpoint|merge|export|quant"), "conversion of checkpoints"),
+    (re.compile(r"\b(infer|generat|chat|serve)"), "inference"),
+    (re.compile(r"\beval"), "evaluation"),
+    (re.compile(r"\b(preprocess|process data|tokenize|dataset)"), "preparation of data"),
+    (re.compile(r"\b(convert|ckpt|checkpoint|merge\b|export|quant)"), "conversion of checkpoints"),
 )
 #: Flags of which each says the same.
 _OTHER_FLAGS = {
@@ -91,11 +91,6 @@ def find_launch(recording: Recording, name: str, number: int | None = None) -> L
         notes.append(f"not run, so that what the script reads from it is empty: {shown}")
     if recording.timed_out:
         notes.append(f"the script was stopped after {TIME_LIMIT:.0f} s; what it starts later was not recorded")
-    if not recording.is_sealed:
-        notes.append(
-            "unshare does not work on this machine: the script was not cut off from the network, what it wrote itself "
-            "stays, and it did not see the files of this folder by relative paths"
-        )
     return Launch(launch.launcher, launch.entry, launch.words, launch.name, tuple(notes))
 
 
@@ -109,7 +104,7 @@ def other_work(launch: Launch) -> str | None:
     stem = "" if launch.entry is None else PurePosixPath(launch.entry.replace(".", "/").removesuffix("/py")).name
     if not _TRAINS.search(stem):
         for pattern, work in _OTHER_WORK:
-            if pattern.search(stem):
+            if pattern.search(re.sub(r"[^a-zA-Z]+", " ", stem)):
                 return f"{work}, no training"
     return next((f"{work}, no training" for flag, work in _OTHER_FLAGS.items() if flag in given), None)
 

@@ -3,9 +3,9 @@
 The script runs in bash in a temporary folder. Its PATH holds tools that only give values (`dirname`, `seq`, ...),
 programs that start another one (`nohup`, `srun`, ...), which pass on to what they would start, and recorders: torchrun,
 python and the like write down their words and exit with 0. Every other program is recorded, too, and does nothing.
-The environment is small, standard input is empty, and there is a time limit. Where `unshare` works there is no network,
-and nothing that the script writes itself, by redirections, stays: its folder and the caller's are overlaid, and all
-else is read-only.
+The environment is small, standard input is empty, and there is a time limit. By namespaces of its own (`unshare`) there
+is no network and no other process, and nothing that the script writes itself, by redirections, stays: its folder and
+the caller's are overlaid, and all else is read-only. Where a system does not allow these, a script is not run.
 """
 
 from __future__ import annotations
@@ -46,10 +46,11 @@ _TOOLS = (
     *("id", "whoami", "ls", "stat", "mktemp", "getopt", "jq", "cmp", "diff", "getconf", "arch", "printenv"),
 )
 
-#: Words: the temporary folder, the program mount, folders to overlay, --, and a command, which is run.
+#: Words: the temporary folder, programs mount and sleep, folders to overlay, --, and a command. It runs as process 1 of
+#: a namespace, waits a moment for what the command leaves in the background, and takes the rest with it.
 _SEAL = r"""
-root=$1 mount=$2 number=0 overlaid=
-shift 2
+root=$1 mount=$2 sleep=$3 number=0 overlaid=
+shift 3
 while [ "$1" != -- ]; do
     number=$((number + 1))
     layers=lowerdir=$1,upperdir=$root/upper/$number,workdir=$root/work/$number
@@ -57,26 +58,33 @@ while [ "$1" != -- ]; do
     shift
 done
 shift
-"$mount" --bind "$root" "$root" || exit 97
+"$mount" -t proc -o ro proc /proc && "$mount" --bind "$root" "$root" || exit 97
 for pass in seal check; do
-    while read -r _ target type options _; do
+    while read -r _ target _ options _; do
         target=$(printf %b "$target")
-        case $type in proc|sysfs|cgroup*|dev*|mqueue|*fuse*|tracefs|debugfs|securityfs|bpf|pstore) continue ;; esac
+        case $target in /proc | /proc/*) continue ;; esac
         case $overlaid:$root: in *":$target:"*) continue ;; esac
         if [ $pass = seal ]; then
             "$mount" -o remount,bind,ro "$target" 2> /dev/null
         else  # one mount may hide another, as often of /dev/shm
-            case $target:,$options, in /dev/*) ;; *,rw,*) exit 97 ;; esac
+            case $target:,$options, in /dev*) ;; *,rw,*) exit 97 ;; esac
         fi
     done < /proc/self/mounts
 done
 cd "$root/run" || exit 97
-exec "$@"
+"$@"
+status=$? number=0
+while [ $number -lt 50 ]; do
+    set -- /proc/[0-9]*
+    [ $# -gt 1 ] || break
+    "$sleep" 0.01
+    number=$((number + 1))
+done
+exit $status
 """
 
 #: Read by every bash before its script: PATH stays what it is here, and a program with a path is recorded, too.
 _PROFILE = r"""
-set @NOCLOBBER@ noclobber
 set -o functrace
 command_not_found_handle() {
     case $1 in nvidia-smi|npu-smi|rocm-smi|ip|ifconfig) return 127 ;; esac
@@ -93,8 +101,11 @@ __recorder_guard() {
     [[ $word =~ ^[A-Za-z0-9_./\$\{\}\"%#*:+-]+$ ]] || return 0
     eval "word=$word" 2> /dev/null || return 0
     base=${word##*/}
-    if [[ $word == */* && $word != @BIN@/* && $word =~ ^[A-Za-z0-9_./+-]+$ && -n $base && -x @BIN@/$base ]]; then
-        eval "function $word { @BIN@/$base \"\$@\"; }"
+    if [[ $word == */* && $word != @BIN@/* && $word =~ ^[A-Za-z0-9_./+-]+$ && -n $base ]]; then
+        local line= run="@BIN@/.record $word"
+        if [[ -x @BIN@/$base ]]; then run=@BIN@/$base
+        elif [[ -f $word ]]; then IFS= read -r line < "$word"; fi
+        [[ $line == "#!"*sh* ]] || eval "function $word { $run \"\$@\"; }"
     fi
     return 0
 }
@@ -142,13 +153,11 @@ class Recording:
         commands: words of each, the program's name first, in the order of their start.
         errors: what the script wrote to its standard error.
         timed_out: True if it was stopped by the time limit.
-        is_sealed: True if it had no network, and what it wrote itself is gone.
     """
 
     commands: tuple[tuple[str, ...], ...]
     errors: str
     timed_out: bool
-    is_sealed: bool
 
 
 def record(path: str | Path, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None) -> Recording:
@@ -160,7 +169,7 @@ def record(path: str | Path, arguments: Sequence[str] = (), environment: Mapping
         environment: variables that it finds, beside HOME, PATH and a few like these.
 
     Raises:
-        ConfigError: the script cannot be read, or there is no bash.
+        ConfigError: the script cannot be read, there is no bash, or the system does not let us run it without effect.
     """
     script = _checked(path)
     bash = shutil.which("bash")
@@ -169,7 +178,7 @@ def record(path: str | Path, arguments: Sequence[str] = (), environment: Mapping
     with tempfile.TemporaryDirectory(prefix="mindspeed-cp-convert-") as name:
         root = Path(name).resolve()
         seal = _seal(root, (Path.cwd(), script.parent))
-        _furnish(root, bash, with_links=bool(seal))
+        _furnish(root, bash)
         variables = {
             **{"HOME": str(root), "TMPDIR": str(root), "PWD": str(root / "run"), "PATH": str(root / "bin")},
             **{"BASH_ENV": str(root / "profile"), "SHELL": bash, "LANG": "C.UTF-8", "USER": "user", "TERM": "dumb"},
@@ -186,7 +195,7 @@ def record(path: str | Path, arguments: Sequence[str] = (), environment: Mapping
                 folder.mkdir(parents=True, exist_ok=True)
             for file in (root / "records").iterdir():
                 file.unlink()
-        return Recording(_read(root), errors, timed_out, bool(seal))
+        return Recording(_read(root), errors, timed_out)
 
 
 def _checked(path: str | Path) -> Path:
@@ -209,12 +218,11 @@ def _checked(path: str | Path) -> Path:
     return Path(path).resolve()
 
 
-def _furnish(root: Path, bash: str, with_links: bool) -> None:
-    """Make programs, and links to the caller's files in the working folder if nothing can be written through them."""
+def _furnish(root: Path, bash: str) -> None:
+    """Make programs, and links to the caller's files in the working folder."""
     programs = root / "bin"
     real = {name: shutil.which(name) for name in ("sed", "realpath", "mkdir", *_TOOLS)}
     values = {"BASH": bash, "BIN": programs, "RECORDS": root / "records", "ROOT": root}
-    values["NOCLOBBER"] = "+o" if with_links else "-o"
     values |= {name.upper(): real[name] or "true" for name in ("sed", "realpath", "mkdir")}
 
     def fill(text: str, name: str = "") -> str:
@@ -239,27 +247,44 @@ def _furnish(root: Path, bash: str, with_links: bool) -> None:
         if (program := real[name]) is not None:
             (programs / name).symlink_to(program)
     entries = sorted(os.listdir(os.curdir))
-    for entry in entries if with_links and len(entries) <= _MAX_LINKS else ():
+    for entry in entries if len(entries) <= _MAX_LINKS else ():
         (root / "run" / entry).symlink_to(Path(entry).absolute())
 
 
 def _seal(root: Path, folders: Sequence[Path]) -> list[str]:
-    """Make the folders of a run, and return the words in front of a command that seal it: it has no network, and writes
-    nothing outside of these folders that stays; none where the system does not let us."""
+    """Make the folders of a run, and return the words in front of a command that seal it: it has no network, sees no
+    other processes, and writes nothing outside of these folders that stays.
+
+    Raises:
+        ConfigError: the system does not let us.
+    """
     for name in ("bin", "records", "run"):
         (root / name).mkdir()
-    unshare, mount, shell = (shutil.which(name) for name in ("unshare", "mount", "sh"))
-    if unshare is None or mount is None or shell is None:
-        return []
     overlaid = [folder for folder in dict.fromkeys(folders) if folder not in root.parents]
     for number in range(1, len(overlaid) + 1):
         for name in ("upper", "work"):
             (root / name / str(number)).mkdir(parents=True)
-    words = [unshare, "--map-root-user", "--net", "--mount", shell, "-c", _SEAL, "seal", str(root), mount]
-    words += [*map(str, overlaid), "--"]
-    check = [*words, shell, "-c", ":"]
-    works = subprocess.run(check, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode == 0
-    return words if works else []
+    unshare, *programs = (shutil.which(name) or "" for name in ("unshare", "sh", "mount", "sleep"))
+    words = [
+        unshare,
+        "--map-root-user",
+        "--net",
+        "--mount",
+        "--pid",
+        "--fork",
+        "--kill-child",
+        programs[0],
+        "-c",
+        _SEAL,
+    ]
+    words += ["seal", str(root), *programs[1:], *map(str, overlaid), "--"]
+    check = [*words, programs[0], "-c", ":"]
+    if not unshare or subprocess.run(check, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode:
+        raise ConfigError(
+            "a launch script is run without effect, by unshare with namespaces of its own (user, mount, pid, net), "
+            "which does not work here; give the flags that the training script gets behind --"
+        )
+    return words
 
 
 def _run(command: Sequence[str], folder: Path, variables: Mapping[str, str]) -> tuple[str, bool]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import ast
 import re
 from typing import Any
 
@@ -51,7 +51,10 @@ def read_sizes(given: Given, suite: dict[str, Any]) -> tuple[dict[str, dict[str,
     if missing:
         verb = "is" if len(missing) == 1 else "are"
         return {}, f"no sizes of the model are written for plan and simulate: {', '.join(missing)} {verb} not given"
-    _complete(model, given)
+    try:
+        _complete(model, given)
+    except ConfigError as error:
+        return {}, f"no sizes of the model are written for plan and simulate: {error}"
     sections["train"]["bf16"] = given.has("--bf16") or given.has("--fp16")
     if given.has("--sequence-parallel") and "tensor_model_parallel_size" in sections["train"]:
         sections["train"]["sequence_parallel"] = True
@@ -81,27 +84,44 @@ def _complete(model: dict[str, Any], given: Given) -> None:
         model["ffn_hidden_size"] = int(4 * model["hidden_size"] * 2 / 3 / 64) * 64  # as Megatron's arguments
     if re.fullmatch(r"\d{1,9},0", text := given.value("--window-size").replace(" ", ",")):
         model["window_size"] = [int(text.split(",")[0]), 0]
-        if (frequency := _pattern(given.value("--window-attn-skip-freq"))) is not None:
-            model["window_attn_skip_freq"] = frequency
-    if "num_moe_experts" in model and (frequency := _pattern(given.value("--moe-layer-freq"))) is not None:
-        model["moe_layer_freq"] = frequency
+        if given.has("--window-attn-skip-freq"):
+            model["window_attn_skip_freq"] = _pattern("--window-attn-skip-freq", given)
+    if "num_moe_experts" in model and given.has("--moe-layer-freq"):
+        model["moe_layer_freq"] = _pattern("--moe-layer-freq", given)
     if given.value("--softmax-type") in ("off-by-one", "learnable"):
         model["softmax_type"] = given.value("--softmax-type")
     kind = given.value("--position-embedding-type")
     model["position_embedding_type"] = "alibi" if kind == "alibi" else "rope" if kind in ("rope", "mrope") else "none"
 
 
-def _pattern(text: str) -> int | list[int] | None:
-    """Return a frequency of layers: N, or a list, also as a sum of ([0]*1+[1]*3), as Megatron takes it."""
-    if text.isascii() and text.isdigit() and len(text) < 6:
-        return int(text)
-    if not re.fullmatch(r"[\[\]()*+, 0-9]{3,200}", text):
-        return None
-    parts = [part.strip().strip("()") for part in text.split("+")]
-    values: list[int] = []
-    for part in parts:
-        match = re.fullmatch(r"(\[[01, ]*\])(?:\*(\d{1,3}))?", part.replace(" ", ""))
-        if match is None:
-            return None
-        values += json.loads(match[1]) * int(match[2] or 1)
-    return values
+def _pattern(flag: str, given: Given) -> int | list[int]:
+    """Return a frequency of layers: N, or a list, also as sums and multiples of lists ([0]*1+[1]*3).
+
+    Raises:
+        ConfigError: it is no such text.
+    """
+    text = given.value(flag)
+    try:
+        if re.fullmatch(r"[\[\]()*+, 0-9]{1,200}", text):
+            value = _evaluate(ast.parse(text, mode="eval").body)
+            if isinstance(value, int) or all(isinstance(x, int) for x in value):
+                return value
+    except (SyntaxError, ValueError, TypeError):
+        pass
+    raise ConfigError(f"{flag} {text}: is not understood here")
+
+
+def _evaluate(node: ast.AST) -> Any:
+    """Return the value of lists and whole numbers with + and *, without more than 10,000 layers."""
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.List):
+        return [_evaluate(item) for item in node.elts]
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Add | ast.Mult):
+        raise ValueError
+    left, right = _evaluate(node.left), _evaluate(node.right)
+    if isinstance(node.op, ast.Add):
+        return left + right
+    if not isinstance(left, list) or not 0 <= right * len(left) <= 10_000:
+        raise ValueError
+    return left * right

@@ -17,7 +17,6 @@ from mindspeed_cp.data.subpools import PoolAssignment, assign_to_pools
 from mindspeed_cp.data.trajectory_corpus import TrajectoryCorpus
 from mindspeed_cp.layout import Documents
 
-BALANCES = ("none", "time", "pool")
 DIGEST_BITS = 52  # ranks compare digests as float64, which holds integers of this size exactly
 
 

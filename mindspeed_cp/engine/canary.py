@@ -114,10 +114,6 @@ class AttentionCanary:
         """True between the first call of the layer and the comparison."""
         return self._taken is not None
 
-    def queries_of(self, rank: int) -> int:
-        """Return the number of queries that the comparison takes from a rank; 0 before the first call."""
-        return self._taken.sample.rows if self._taken is not None and self._taken.sample.rank == rank else 0
-
     def _take(self, name: str, x: Tensor) -> None:
         if self._taken is None:  # a backward after the comparison
             return

@@ -1,1 +1,1 @@
-"""Plans, simulations and runs as text, PNG, HTML and traces.  rich and matplotlib are imported where they are used."""
+"""Plans, simulations and runs as text, PNG, notebook and traces.  rich and matplotlib are imported where used."""

@@ -112,20 +112,6 @@ def _virtual_stage(number: int | None) -> Iterator[None]:
         parallel_state.set_virtual_pipeline_model_parallel_rank(before)
 
 
-def name_in_whole_model(name: str, model: nn.Module) -> str:
-    """Return the name of a module or weight with the number of its layer in the whole model, from 0.
-
-    Args:
-        name: its name in the part `model` that a rank holds.
-        model: Megatron's GPTModel.
-    """
-    parts = name.split(".")
-    if parts[:2] == ["decoder", "layers"] and len(parts) > 2:
-        first: Any = model.decoder.layers[0]  # type: ignore[union-attr, index]
-        parts[2] = str(int(parts[2]) + first.layer_number - 1)
-    return ".".join(parts)
-
-
 def padded_vocabulary() -> int:
     """Return the rows of the embedding: byte values and the end-of-document token, padded so that tensor-parallel ranks
     can share them. The number does not depend on these ranks, as padded rows take part in the softmax."""

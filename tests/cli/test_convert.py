@@ -125,6 +125,13 @@ def test_other_work_than_a_training_with_pytorch_is_refused(
     assert words in error_of(launch, folder=tmp_path, capsys=capsys)
 
 
+@pytest.mark.parametrize("script", ["run_observer.py", "main_merged_docs.py", "medieval.py", "pretrain_evaluated.py"])
+def test_a_training_is_no_other_work_for_a_part_of_its_name(
+    script: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    converted(f"torchrun {script} --context-parallel-size 4", folder=tmp_path, capsys=capsys, code=3)
+
+
 def test_flags_of_other_work_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["convert", "--", "--context-parallel-size", "2", "--ai-framework", "mindspore"]) == 2
     assert "the flags are of a training by MindSpore" in capsys.readouterr().err

@@ -92,6 +92,30 @@ def test_latent_attention_and_experts_are_those_of_the_launch(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
+    ("text", "pattern"),
+    [
+        ("2", 2),
+        ("[0,1,1,1]", [0, 1, 1, 1]),
+        ("([0]*1+[1]*3)", [0, 1, 1, 1]),
+        ("([1]*1+[0]*1)*2", [1, 0, 1, 0]),
+        ("[1]*9**9", None),
+        ("[1]*99999", None),
+        ("[[1]]", None),
+        ("__import__('os')", None),
+    ],
+)
+def test_patterns_of_layers_are_those_of_megatron_or_no_size_is_written(
+    text: str, pattern: int | list[int] | None
+) -> None:
+    words = "--context-parallel-size 4 --num-layers 4 --hidden-size 64 --num-attention-heads 4 --num-experts 4"
+    conversion = convert_flags([*words.split(), "--moe-layer-freq", text])
+    if pattern is None:
+        assert not conversion.sections and any("is not understood" in note for note in conversion.notes)
+    else:
+        assert conversion.sections["model"]["moe_layer_freq"] == pattern
+
+
+@pytest.mark.parametrize(
     ("words", "remark"),
     [
         ("--context-parallel-size 4 --num-layers 4 --hidden-size 64", "--num-attention-heads is not given"),

@@ -68,4 +68,3 @@ LLM_FLAGS = frozenset(
 MINDSPEED = Condition(
     "beside MindSpeed", lambda given: any(map(given.has, MINDSPEED_FLAGS)) or any(map(given.has, LLM_FLAGS))
 )
-MINDSPEED_LLM = Condition("beside MindSpeed-LLM", lambda given: any(map(given.has, LLM_FLAGS)))

@@ -17,6 +17,9 @@ from mindspeed_cp.integrations.huggingface.plans import RankPlans
 #: Ends of the names of transformers' classes whose heads read each row alone, behind "For".
 _BY_ROW = ("CausalLM", "MaskedLM", "ConditionalGeneration", "TokenClassification")
 
+#: Tasks of transformers' heads that pool, by which classes from outside are known, too.
+_POOLING = ("SequenceClassification", "MultipleChoice", "QuestionAnswering", "NextSentencePrediction")
+
 _VALID = (
     "heads that read each row alone (...ForCausalLM, ...ForMaskedLM, ...ForConditionalGeneration, "
     "...ForTokenClassification), or the hidden states of the model below, put together by gather_rows(hidden, "
@@ -50,7 +53,7 @@ def check_calls(base: type[nn.Module]) -> None:
             return nn.Module.__call__(self, *arguments, **others)
         _check_call(self, plan, others)
         output = nn.Module.__call__(self, *arguments, **others)
-        _check_output(type(self).__name__, output, plan)
+        _check_output(type(self).__name__, output, plan, others.get("logits_to_keep") is not None)
         return output
 
     base.__call__ = call  # type: ignore[method-assign]
@@ -61,10 +64,10 @@ def _pooling_class(kind: type) -> str | None:
     for base in kind.__mro__:
         name = base.__name__
         task = name.rpartition("For")[2] if "For" in name else ""
-        is_model = base.__module__.startswith("transformers.") or any(
-            x.__name__ == "PreTrainedModel" for x in base.__mro__
-        )
-        if is_model and (name.endswith("DoubleHeadsModel") or (task[:1].isupper() and task not in _BY_ROW)):
+        if base.__module__.startswith("transformers."):
+            if name.endswith("DoubleHeadsModel") or (task[:1].isupper() and task not in _BY_ROW):
+                return name
+        elif task in _POOLING:  # of a class from outside, whose name may say anything else
             return name
     return None
 
@@ -98,14 +101,15 @@ def _check_call(model: Any, plan: RankPlans, arguments: Mapping[str, Any]) -> No
         )
 
 
-def _check_output(model: str, output: Any, plan: RankPlans) -> None:
-    """Raise ConfigError if a model returned something else than scalars and values of rows."""
+def _check_output(model: str, output: Any, plan: RankPlans, keeps_rows: bool) -> None:
+    """Raise ConfigError if a model returned something else than scalars and values of rows, or of chosen rows."""
     listed = output if isinstance(output, tuple) else (output,)
     for name, x in output.items() if isinstance(output, Mapping) else enumerate(listed):
         if not isinstance(x, Tensor) or not x.is_floating_point() or not x.dim() or name == "image_hidden_states":
             continue
         is_by_row = tuple(x.shape[:2]) == (1, plan.padded_rows) and name != "pooler_output"
-        if not is_by_row and not (name == "logits" and x.dim() == 3):  # logits of chosen rows
+        is_of_chosen_rows = x.dim() == 3 and (name == "logits" or (keeps_rows and isinstance(name, int)))
+        if not is_by_row and not is_of_chosen_rows:
             raise ConfigError(
                 f"{model} returned {name} of shape {list(x.shape)}, which are no values of the {plan.padded_rows} rows "
                 f"of rank {plan.rank}: a pooled value knows only these; valid: models without a pooler "
