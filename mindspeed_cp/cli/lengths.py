@@ -168,7 +168,7 @@ def _parse_numbers(lines: Iterable[tuple[int | None, str]], name: str) -> np.nda
         for match in re.finditer(r"[^\s,;\[\]]+", line):
             word = match[0]
             too_long = word.isdecimal() and int(word.lstrip("0")[:20] or 0) > MAX_TOKENS
-            if re.fullmatch(r"0|[1-9][0-9]*", word) and not too_long:
+            if re.fullmatch(r"[0-9]+", word) and not too_long:
                 lengths.append(int(word))
                 if len(lengths) > MAX_RING_CHUNKS:
                     raise ConfigError(f"{name}: has more than {MAX_RING_CHUNKS:,} documents; give fewer")
@@ -176,8 +176,6 @@ def _parse_numbers(lines: Iterable[tuple[int | None, str]], name: str) -> np.nda
                 location = "" if number is None else f" line {number}:"
                 negative = re.fullmatch(r"-[0-9]+", word) is not None
                 problem = "is too long for a document" if too_long else "is negative" if negative else "is not a length"
-                if re.fullmatch(r"0[0-9]+", word):
-                    problem = "begins with 0, as in 1,000, which are two lengths"
                 raise ConfigError(f"{name}:{location} {_shown(word)!r} {problem}; {ADVICE}")
     if not lengths:
         raise ConfigError(f"{name}: there are no lengths in it; {ADVICE}")

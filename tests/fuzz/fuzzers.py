@@ -73,7 +73,7 @@ def commands(generator: random.Random, folder: Path) -> None:
     for _ in range(generator.randint(0, 3)):
         place = generator.randrange(len(words))
         words[place : place + generator.randint(0, 2)] = mutations.text(generator, words[place]).split()
-    recording = Recording((("torchrun", "pretrain_gpt.py", *words),), "", False, False)
+    recording = Recording((("torchrun", "pretrain_gpt.py", *words),), "", False)
     training = find_launch(recording, "launch.sh", generator.choice((None, 1, 2)))
     conversion = convert_launch(training)
     assert (conversion.settings is None) == bool(conversion.refused)

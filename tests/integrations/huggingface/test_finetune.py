@@ -58,12 +58,12 @@ SMALL = ("--documents", "8", "--tokens", "256", "--save-every", "2")
 
 def test_replicas_share_the_pages_and_another_run_needs_another_folder(tmp_path: Path, monkeypatch) -> None:
     out = ("--out", str(tmp_path / "out"))
-    lines = started(*out, "--ranks", "2", "--cp", "1", "--steps", "2", "--documents", "9", "--tokens", "1024")
+    lines = started(*out, "--ranks", "2", "--cp", "1", "--steps", "2", "--documents", "9", "--tokens", "1536")
     assert losses(lines).keys() == {1, 2}
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     from finetune_hf import check_run
 
-    begun = {"model": "llama", "documents": 9, "tokens": 1024, "lr": 3e-4, "seed": 1, "data": None, "out": tmp_path / "out"}  # fmt: skip
+    begun = {"model": "llama", "documents": 9, "tokens": 1536, "lr": 3e-4, "seed": 1, "data": None, "out": tmp_path / "out"}  # fmt: skip
     check_run(Namespace(**begun))
     with pytest.raises(ConfigError, match=r"--model is qwen3, but .* holds a run with llama; valid: the same, or"):
         check_run(Namespace(**{**begun, "model": "qwen3"}))
