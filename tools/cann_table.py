@@ -1,4 +1,4 @@
-"""The page of CANN's rules, tests/host_cann/rules.md, from the checker of the stand-in; written by `make docs-tables`."""
+"""The page of CANN's rules, tests/host_cann/rules.md, from the checker of the stand-in."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ HEAD = """<!-- make docs-tables -->
 # CANN's rules
 
 What CANN's operators take, for Atlas A2 and A3, as read in its public sources and documents; no device has answered.
-`cann_rules.py` checks every call of attention, of the ring update and of HcclBatchSendRecv that reaches the stand-in, and
-knows neither the lowering nor the oracle. `tests/ops/test_cann_rules.py` breaks each rule alone, and
+`cann_rules.py` checks every call of attention, of the ring update and of HcclBatchSendRecv that reaches the stand-in.
+It knows neither the lowering nor the oracle. `tests/ops/test_cann_rules.py` breaks each rule alone, and
 `tests/ops/test_cann_rules_random.py` gives it the calls of random plans of every algorithm.
 
-*If broken*: CANN returns an error, ignores the argument, or computes something undefined. The stand-in refuses the first
-and the last; the package's own calls break no rule. What a document alone says (a source that ends in `.md`, and the page
-of HcclBatchSendRecv) CANN's code may not check. Other releases may have other rules: look into the functions named here.
+*If broken*: CANN returns an error, ignores the argument, or computes something undefined. The stand-in refuses the
+first and the last; the package's own calls break no rule. What a document alone says (a source that ends in `.md`, and
+the page of HcclBatchSendRecv) CANN's code may not check. Other releases may have other rules: look into the functions
+named here.
 """
 RULES_HEAD = "| rule | if broken | source | how the package keeps it |\n|---|---|---|---|\n"
 SOURCES_HEAD = "| source | where it is |\n|---|---|\n"

@@ -9,13 +9,13 @@ HEAD = """<!-- make docs-tables -->
 # Megatron's arguments
 
 The arguments of Megatron's training scripts, and the fields of its `TransformerConfig`, that planned attention refuses
-or reads, in Megatron {versions}. Names are those of the parsed arguments: `--no-rope-fusion` sets `apply_rope_fusion`. A
-span such as "0.16-" stands behind an argument that not all of these versions have.
+or reads, in Megatron {versions}. Names are those of the parsed arguments: `--no-rope-fusion` sets
+`apply_rope_fusion`. A span such as "0.16-" stands behind an argument that not all of these versions have.
 
-The hooks of [`mindspeed_cp.megatron.pretrain`](megatron.md) call `check_arguments(get_args())`, which refuses the values
-of the first table before a model is built. `check_model_config` refuses those that reach `TransformerConfig`. All other
-arguments ({others} of them) change nothing here; the table of `mindspeed_cp.megatron.arguments` lists each with its
-reason, and a test fails by name if a new Megatron has an argument that the table lacks.
+The hooks of [`mindspeed_cp.megatron.pretrain`](megatron.md) call `check_arguments(get_args())`, which refuses the
+values of the first table before a model is built. `check_model_config` refuses those that reach `TransformerConfig`.
+All other arguments ({others} of them) change nothing here; the table of `mindspeed_cp.megatron.arguments` lists each
+with its reason, and a test fails by name if a new Megatron has an argument that the table lacks.
 """
 
 

@@ -1,11 +1,10 @@
-"""The tables of docs/mindspeed.md and its translation: what MindSpeed replaces near attention, and its refused arguments."""
+"""The tables of docs/mindspeed.md: what MindSpeed replaces near attention, and its arguments that are refused."""
 
 from __future__ import annotations
 
 import re
 
 from mindspeed_cp.megatron.beside_mindspeed import MINDSPEED_RULES, REPLACEMENTS
-from mindspeed_cp.megatron.beside_mindspeed.replacements import LINES
 
 REPLACED_HEAD = "| attributes of Megatron | | why, or with which flags |\n|---|---|---|\n"
 REFUSED_HEAD = "| argument | valid | why, or instead |\n|---|---|---|\n"

@@ -105,8 +105,8 @@ class TorchNpuOperator:
             results = loaded_torch_npu().npu_fusion_attention_v2(
                 q, k, v, arguments.heads, arguments.layout, scale=arguments.scale, **arguments.operator_keywords()
             )
-        # A seed that the caller passes is overwritten by the NPU's generator, whose offset advances by 12 a call; so the
-        # gradient needs these three, call by call. v2 ignores softmax_layout on A2 and A3: statistics stay per sequence.
+        # The NPU's generator overwrites a caller's seed, and its offset advances by 12 a call: the gradient needs these
+        # three of each call. On A2 and A3 v2 ignores softmax_layout: statistics stay per sequence.
         out, softmax_max, softmax_sum, _, seed, offset, numels = results
         return out, softmax_max, softmax_sum, (seed, offset, numels)
 
