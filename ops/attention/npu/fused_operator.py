@@ -97,6 +97,9 @@ class TorchNpuOperator:
     torch_npu is imported at the first call.
     """
 
+    # CANN 9.1's flash_attn in Python (cann_ops_transformer) takes and gives lse, which would suit better. But by its
+    # public list it has no gradient and is for Ascend 950 alone; fp32, ALiBi and dropout would stay with these here.
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, arguments: FusedArguments
     ) -> tuple[Tensor, Tensor, Tensor, DropoutState]:
