@@ -90,10 +90,14 @@ PAGES: dict[str, Callable[[str], str]] = {
     "README.md": lambda page: readme_page(page, ", "),
     "README.zh.md": lambda page: readme_page(page, "、"),
     "configs/reference.yaml": lambda _: reference_yaml(),
+    "tests/host_cann/rules.md": lambda _: cann_table.rules_page(),
     "docs/algorithms.md": algorithms_page,
-    "docs/ascend.md": cann_table.rules_page,
     "docs/convert.md": lambda page: _with_rows(
-        _with_rows(page, convert_table.FLAGS_HEAD, convert_table.flag_rows()),
+        _with_rows(
+            _with_rows(page, convert_table.FLAGS_HEAD, convert_table.flag_rows()),
+            convert_table.REFUSED_HEAD,
+            convert_table.refused_rows(),
+        ),
         convert_table.ADDED_HEAD,
         convert_table.added_rows(),
     ),
