@@ -31,10 +31,16 @@ def test_the_page_on_attention_runs() -> None:
         exec(compile(block, "docs/attention.md", "exec"), scope)
 
 
-def test_the_algorithm_of_the_page_on_plans_is_proved() -> None:
-    (block,) = (block for block in python_blocks("plans.md") if "register_algorithm(" in block)
+def test_the_page_on_simulation_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = python_blocks("simulate.md")
+    exec(compile(block, "docs/simulate.md", "exec"), {})
+    assert "hierarchical: " in capsys.readouterr().out
+
+
+def test_the_algorithm_of_the_page_on_algorithms_is_proved() -> None:
+    (block,) = (block for block in python_blocks("algorithms.md") if "register_algorithm(" in block)
     try:
-        exec(compile(block, "docs/plans.md", "exec"), {})  # ends with verify_plan
+        exec(compile(block, "docs/algorithms.md", "exec"), {})  # ends with verify_plan
         assert "one_by_one" in ALGORITHMS
     finally:
         ALGORITHMS.pop("one_by_one", None)
@@ -46,7 +52,7 @@ def test_commands_of_the_documentation_run(capsys: pytest.CaptureFixture[str], t
 
     commands = []
     for page in DOCS.glob("*.md"):
-        text = " ".join(re.sub(r" +# .*", "`", page.read_text("utf-8")).split())  # a command may go over two lines
+        text = " ".join(re.sub(r" +# .*", "`", page.read_text("utf-8")).replace("\\\n", " ").split())  # over two lines
         commands += re.findall(r"mindspeed-cp (plan --lengths [^`]*?) *`", text)
     assert len(commands) >= 3
     (tmp_path / "lengths.txt").write_text("700\n30\n4100\n")
