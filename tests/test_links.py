@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import re
 from pathlib import Path
 
@@ -36,6 +36,13 @@ def test_what_a_page_names_exists(page: Path) -> None:
     missing += [path for path in paths if not any((folder / path).exists() for folder in FOLDERS)]
     missing += [name for name in names if not resolves(name)]
     assert not set(missing) - WRITTEN_BY_RUNS
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_programs_that_a_page_calls_exist(page: Path) -> None:
+    """A program that has gone since its table was made is marked by a dagger."""
+    calls = re.findall(r"python -m ((?:benchmarks|tests|tools)(?:\.\w+)+)[^`\n]*`?(†?)", page.read_text("utf-8"))
+    assert not [module for module, gone in calls if not gone and importlib.util.find_spec(module) is None]
 
 
 def resolves(name: str) -> bool:
