@@ -1,4 +1,4 @@
-"""The tables of CANN's rules in docs/ascend.md, from the checker of the stand-in; written by `make docs-tables`."""
+"""The page of CANN's rules, tests/host_cann/rules.md, from the checker of the stand-in."""
 
 from __future__ import annotations
 
@@ -7,31 +7,29 @@ from tests.host_cann.cann_rules import OPERATORS, SOURCES, Rule
 #: What CANN does -> the word in the table.
 _EFFECTS = {"refused": "error", "ignored": "ignores it", "undefined": "undefined"}
 
-SOURCES_HEAD = "| source of a rule | where it is |\n|---|---|\n"
+HEAD = """<!-- make docs-tables -->
+# CANN's rules
+
+What CANN's operators take, for Atlas A2 and A3, as read in its public sources and documents; no device has answered.
+`cann_rules.py` checks every call of attention, of the ring update and of HcclBatchSendRecv that reaches the stand-in.
+It knows neither the lowering nor the oracle. `tests/ops/test_cann_rules.py` breaks each rule alone, and
+`tests/ops/test_cann_rules_random.py` gives it the calls of random plans of every algorithm.
+
+*If broken*: CANN returns an error, ignores the argument, or computes something undefined. The stand-in refuses the
+first and the last; the package's own calls break no rule. What a document alone says (a source that ends in `.md`, and
+the page of HcclBatchSendRecv) CANN's code may not check. Other releases may have other rules: look into the functions
+named here.
+"""
+RULES_HEAD = "| rule | if broken | source | how the package keeps it |\n|---|---|---|---|\n"
+SOURCES_HEAD = "| source | where it is |\n|---|---|\n"
 
 
-def rules_head(operator: str) -> str:
-    """Return the head of the table of an operator's rules."""
-    return f"| rule of {operator} | if broken | source | how the package keeps it |\n|---|---|---|---|\n"
-
-
-def rules_rows(operator: str) -> str:
-    """Return the rows of the table of an operator's rules."""
-    return "".join(_row(rule) for rules in OPERATORS[operator] for rule in rules)
-
-
-def sources_rows() -> str:
-    """Return the rows of the table of sources."""
-    return "".join(f"| `{name}` | {path} |\n" for name, path in SOURCES.items())
-
-
-def rules_page(page: str) -> str:
-    """Return docs/ascend.md with the tables of rules and sources."""
-    tables = {rules_head(operator): rules_rows(operator) for operator in OPERATORS}
-    for head, rows in (tables | {SOURCES_HEAD: sources_rows()}).items():
-        start = page.index(head)
-        page = page[:start] + head + rows + page[page.index("\n\n", start) + 1 :]
-    return page
+def rules_page() -> str:
+    """Return tests/host_cann/rules.md."""
+    text = HEAD
+    for operator, groups in OPERATORS.items():
+        text += f"\n## {operator}\n\n{RULES_HEAD}" + "".join(_row(rule) for rules in groups for rule in rules)
+    return f"{text}\n## Sources\n\n{SOURCES_HEAD}" + "".join(f"| `{x}` | {path} |\n" for x, path in SOURCES.items())
 
 
 def _row(rule: Rule) -> str:

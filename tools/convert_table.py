@@ -1,22 +1,27 @@
-"""The table of flags in docs/convert.md, from the rules of mindspeed_cp.convert."""
+"""The tables of flags in docs/convert.md, from the rules of mindspeed_cp.convert."""
 
 from __future__ import annotations
 
 from mindspeed_cp.convert.rules import ADDED_FLAGS, RULES, FlagRule, Outcome
+from mindspeed_cp.convert.rules.flag_rule import ANOTHER_MODEL
 from mindspeed_cp.convert.rules.parallel import SUITE_FILE
 
-FLAGS_HEAD = "| flag | for | becomes | why |\n|---|---|---|---|\n"
-ADDED_HEAD = "| added | for | why |\n|---|---|---|\n"
+FLAGS_HEAD = "| becomes | if | flags |\n|---|---|---|\n"
+REFUSED_HEAD = "| refused; use instead | if | flags |\n|---|---|---|\n"
+ADDED_HEAD = "| added | if |\n|---|---|\n"
 
-_LABELS = {Outcome.REFUSED: "refused; instead: ", Outcome.BY_HAND: "stays; to do: "}
+_FLAGS_ORDER = (Outcome.STAYS_AS_SETTING, Outcome.SETTING, Outcome.REPLACED, Outcome.REMOVED, Outcome.STAYS)
+_FLAGS_ORDER += (Outcome.BY_HAND,)
 
 
 def flag_rows() -> str:
-    """Return the rows of the table of flags; rows that differ by their flags alone are joined."""
-    groups: dict[tuple[str, str, str], list[str]] = {}
-    for rule in RULES:
-        groups.setdefault((_cases(rule), _becomes(rule), rule.reason), []).append(f"`{rule.flag}`")
-    return "".join(_row([", ".join(flags), cases, becomes, why]) for (cases, becomes, why), flags in groups.items())
+    """Return the rows of the table of flags that are not refused, in the order of their outcomes."""
+    return "".join(_rows(outcome) for outcome in _FLAGS_ORDER)
+
+
+def refused_rows() -> str:
+    """Return the rows of the table of refused flags."""
+    return _rows(Outcome.REFUSED)
 
 
 def added_rows() -> str:
@@ -25,24 +30,46 @@ def added_rows() -> str:
     for added in ADDED_FLAGS:
         flag = f"`{' '.join(added.words)}`".replace(SUITE_FILE, "suite.yaml")
         cases = added.when.text if added.when else ""
-        rows += _row([flag, cases, added.reason + (f"; to do by hand: {added.by_hand}" if added.by_hand else "")])
+        rows += _row([flag, cases + (f"; to do by hand: {added.by_hand}" if added.by_hand else "")])
     return rows
 
 
-def _cases(rule: FlagRule) -> str:
-    value = "" if rule.value is None else f"`{rule.value}`"
-    return ", ".join(filter(None, (value, rule.when.text if rule.when else "")))
+def _rows(outcome: Outcome) -> str:
+    """Return a row for what rules of an outcome make of flags, and for each of their conditions."""
+    groups: dict[str, dict[str, list[str]]] = {}
+    decided: set[str] = set()
+    for rule in RULES:
+        if rule.outcome is outcome:
+            flag = f"`{rule.flag}`" if rule.value is None else f"`{rule.flag} {rule.value}`"
+            flags = groups.setdefault(_becomes(rule), {}).setdefault(_condition(rule, decided), [])
+            if flag not in flags:
+                flags.append(flag)
+        decided.add(rule.flag)
+    return "".join(
+        _row([becomes, condition, ", ".join(flags)])
+        for becomes, conditions in groups.items()
+        for condition, flags in conditions.items()
+    )
+
+
+def _condition(rule: FlagRule, decided: set[str]) -> str:
+    """Return the condition of a rule; rules of flags that rules above it are for, too, are for all other cases."""
+    if rule.when is not None and rule.when.text:
+        return rule.when.text
+    return "otherwise" if rule.value is None and rule.flag in decided else ""
 
 
 def _becomes(rule: FlagRule) -> str:
     settings = ", ".join(f"`{key}: {'...' if value is None else value}`" for key, value in rule.settings)
-    if rule.outcome is Outcome.SETTING:
-        return settings
-    if rule.outcome is Outcome.STAYS_AS_SETTING:
-        return f"{settings}, and stays"
-    if rule.outcome is Outcome.REPLACED:
-        return f"`{rule.flag} {rule.becomes}`"
-    return f"{_LABELS.get(rule.outcome, rule.outcome.value)}{rule.becomes}"
+    if rule.becomes == ANOTHER_MODEL:
+        return "nothing: without the flag it is another model"
+    return {
+        Outcome.SETTING: settings,
+        Outcome.STAYS_AS_SETTING: f"{settings}, and stays",
+        Outcome.REPLACED: f"`{rule.flag} {rule.becomes}`",
+        Outcome.BY_HAND: f"stays; to do: {rule.becomes}",
+        Outcome.REFUSED: rule.becomes,
+    }.get(rule.outcome, rule.outcome.value)
 
 
 def _row(cells: list[str]) -> str:

@@ -91,9 +91,12 @@ PAGES: dict[str, Callable[[str], str]] = {
     "README.zh.md": lambda page: readme_page(page, "、"),
     "configs/reference.yaml": lambda _: reference_yaml(),
     "docs/algorithms.md": algorithms_page,
-    "docs/ascend.md": cann_table.rules_page,
     "docs/convert.md": lambda page: _with_rows(
-        _with_rows(page, convert_table.FLAGS_HEAD, convert_table.flag_rows()),
+        _with_rows(
+            _with_rows(page, convert_table.FLAGS_HEAD, convert_table.flag_rows()),
+            convert_table.REFUSED_HEAD,
+            convert_table.refused_rows(),
+        ),
         convert_table.ADDED_HEAD,
         convert_table.added_rows(),
     ),
@@ -106,6 +109,7 @@ PAGES: dict[str, Callable[[str], str]] = {
         mindspeed_table.refused_rows(),
     ),
     "docs/reliability.md": lambda _: reliability.page(),
+    "tests/host_cann/rules.md": lambda _: cann_table.rules_page(),
 }
 
 

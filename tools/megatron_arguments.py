@@ -2,34 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from mindspeed_cp.megatron.arguments import ENTRIES, UNCONCERNED_GROUPS, VERSIONS, Entry
+from mindspeed_cp.megatron.arguments import ENTRIES, VERSIONS, Entry
 from mindspeed_cp.megatron.arguments.entry import write_span
 
 HEAD = """<!-- make docs-tables -->
 # Megatron's arguments
 
-Every argument of Megatron's training scripts, and every field of its `TransformerConfig`, that touches attention,
-positions, loss or batches, in Megatron {versions}. Names are those of the parsed arguments: `--no-rope-fusion` sets
+The arguments of Megatron's training scripts, and the fields of its `TransformerConfig`, that planned attention refuses
+or reads, in Megatron {versions}. Names are those of the parsed arguments: `--no-rope-fusion` sets
 `apply_rope_fusion`. A span such as "0.16-" stands behind an argument that not all of these versions have.
-`check_arguments(get_args())`, which the hooks of [`mindspeed_cp.megatron.pretrain`](megatron.md) call, refuses the
-values of the first table before a model is built; `check_model_config` refuses those that reach `TransformerConfig`.
-A test reads the parser of the Megatron at hand and fails by name if the table lacks an argument.
 
-Groups of arguments that touch none of these, and are not listed: {groups}.
+The hooks of [`mindspeed_cp.megatron.pretrain`](megatron.md) call `check_arguments(get_args())`, which refuses the
+values of the first table before a model is built. `check_model_config` refuses those that reach `TransformerConfig`.
+All other arguments ({others} of them) change nothing here; the table of `mindspeed_cp.megatron.arguments` lists each
+with its reason, and a test fails by name if a new Megatron has an argument that the table lacks.
 """
 
 
 def page() -> str:
     """Return docs/megatron_arguments.md."""
+    others = sum(entry.verdict not in ("refused", "used") for entry in ENTRIES)
     versions = ", ".join(".".join(map(str, version)) for version in VERSIONS)
-    groups = ", ".join(f"{title} ({about})" for title, about in UNCONCERNED_GROUPS.items())
-    refused = "".join(f"| {_name(entry)} | {_cell(entry.reason)} |\n" for entry in _entries("refused"))
-    text = HEAD.format(versions=versions, groups=groups)
-    text += "\n## Refused\n\n| argument | valid, and why the others are not |\n|---|---|\n" + refused
-    for verdict, title in ("used", "Used"), ("harmless", "Harmless"):
-        text += f"\n## {title}\n\n| why | arguments |\n|---|---|\n" + _grouped(_entries(verdict))
+    text = HEAD.format(versions=versions, others=others)
+    for verdict, title, head in (
+        ("refused", "Refused", "| arguments | valid, and why the others are not |\n|---|---|\n"),
+        ("used", "Read", "| arguments | what for |\n|---|---|\n"),
+    ):
+        text += f"\n## {title}\n\n{head}" + _grouped(_entries(verdict))
     return text
 
 
@@ -37,12 +36,12 @@ def _entries(verdict: str) -> list[Entry]:
     return [entry for entry in ENTRIES if entry.verdict == verdict]
 
 
-def _grouped(entries: Iterable[Entry]) -> str:
+def _grouped(entries: list[Entry]) -> str:
     """Return a row for each reason, with all its arguments."""
-    reasons: dict[str, list[Entry]] = {}
+    reasons: dict[str, list[str]] = {}
     for entry in entries:
-        reasons.setdefault(entry.reason, []).append(entry)
-    return "".join(f"| {_cell(reason)} | {', '.join(map(_name, group))} |\n" for reason, group in reasons.items())
+        reasons.setdefault(entry.reason, []).append(_name(entry))
+    return "".join(f"| {', '.join(names)} | {_cell(reason)} |\n" for reason, names in reasons.items())
 
 
 def _name(entry: Entry) -> str:
@@ -51,4 +50,4 @@ def _name(entry: Entry) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    return text.removeprefix("valid: ").replace("|", "\\|")

@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
-from mindspeed_cp.megatron.beside_mindspeed import MINDSPEED_RULES, REPLACEMENTS
-from mindspeed_cp.megatron.beside_mindspeed.replacements import LINES
+import re
 
-REPLACED_HEAD = "| attributes of Megatron | replaced for | lines | | why |\n|---|---|---|---|---|\n"
+from mindspeed_cp.megatron.beside_mindspeed import MINDSPEED_RULES, REPLACEMENTS
+
+REPLACED_HEAD = "| attributes of Megatron | | why, or with which flags |\n|---|---|---|\n"
 REFUSED_HEAD = "| argument | valid | why, or instead |\n|---|---|---|\n"
 
 
 def replaced_rows() -> str:
-    """Return the rows of the table of replaced attributes."""
-    rows = ""
+    """Return the rows of the table of replaced attributes: one for each verdict and reason, or set of refused flags."""
+    groups: dict[tuple[str, str], list[str]] = {}
     for row in REPLACEMENTS:
-        names = ", ".join(f"`{name.removeprefix('megatron.')}`" for name in row.names)
-        lines = "all" if row.lines == LINES else ", ".join(row.lines)
-        rows += f"| {names} | {row.flag} | {lines} | {row.verdict} | {row.reason} |\n"
-    return rows
+        why = re.sub(r" \(pass [^)]*\)", "", row.flag) if row.verdict == "refused" else row.reason
+        names = groups.setdefault((row.verdict, why), [])
+        names += [f"`{_short_name(name)}`" for name in row.names]
+    return "".join(
+        f"| {', '.join(dict.fromkeys(names))} | {verdict} | {why} |\n" for (verdict, why), names in groups.items()
+    )
 
 
 def refused_rows() -> str:
-    """Return the rows of the table of refused arguments."""
-    return "".join(f"| `{rule.setting}` | {rule.valid} | {rule.instead} |\n" for rule in MINDSPEED_RULES)
+    """Return the rows of the table of refused arguments; those that are refused alike are joined."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for rule in MINDSPEED_RULES:
+        groups.setdefault((rule.valid, rule.instead), []).append(f"`{rule.setting}`")
+    return "".join(f"| {', '.join(names)} | {valid} | {why} |\n" for (valid, why), names in groups.items())
+
+
+def _short_name(name: str) -> str:
+    """Return Class.method, a class, or module.function of a dotted name."""
+    *_, owner, last = name.split(".")
+    return last if last[0].isupper() else f"{owner}.{last}"

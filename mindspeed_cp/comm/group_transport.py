@@ -179,6 +179,7 @@ class GroupTransport:
 def split_launches(transfers: Sequence[Transfer]) -> list[list[int]]:
     """Split indices of transfers into launches with at most one send to and one receive from each rank. The n-th
     transfer to or from a rank is in the n-th launch at both of its ends."""
+    # HcclBatchSendRecv (CANN 8) takes one send to and one receive from a rank in a list: K and V are two launches.
     launches: list[list[int]] = []
     counts: dict[tuple[int, bool], int] = {}
     for index, transfer in enumerate(transfers):

@@ -1,4 +1,4 @@
-"""The launches of docs/convert.md and docs/mindspeed.md become what the pages show."""
+"""The launches of docs/convert.md, docs/mindspeed.md and its translation become what the pages show."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def converted(page: str, folder: Path) -> tuple[str, Conversion]:
     return script, convert_script(folder / "launch.sh")[1]
 
 
-@pytest.mark.parametrize("page", ["convert.md", "mindspeed.md"])
+@pytest.mark.parametrize("page", ["convert.md", "mindspeed.md", "mindspeed.zh.md"])
 def test_the_page_shows_the_settings_and_the_flags_that_change(page: str, tmp_path: Path) -> None:
     script, conversion = converted(page, tmp_path)
     (settings,) = (block for block in blocks(page, "yaml") if block.startswith("context_parallel_suite"))

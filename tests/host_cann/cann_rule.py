@@ -55,7 +55,7 @@ class Rule:
     """A rule of one of CANN's operators.
 
     Attributes:
-        name: of the rule, in errors, tests and the table of docs/ascend.md.
+        name: of the rule, in errors, tests and the table of tests/host_cann/rules.md.
         text: the rule in one sentence.
         source: one of SOURCES and, after a colon, the function there.
         effect: REFUSED, IGNORED or UNDEFINED.

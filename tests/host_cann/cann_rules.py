@@ -7,7 +7,7 @@
 The rules look at a description of the call (cann_calls.py) and know neither the package's lowering nor the oracle's
 arithmetic. Every call of FlashAttentionScore, of its gradient, of RingAttentionUpdate and of HcclBatchSendRecv that reaches
 the stand-in passes `check`; so do random lowered calls that are never computed (tests/ops/test_cann_rules_random.py). The
-table in docs/ascend.md is made of them (tools/cann_table.py).
+table in tests/host_cann/rules.md is made of them (tools/cann_table.py).
 """
 
 from __future__ import annotations

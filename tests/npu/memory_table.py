@@ -1,4 +1,4 @@
-"""Bytes of masks and biases on one rank of 8, for docs/ascend.md: `python -m tests.npu.memory_table`.
+"""Bytes of masks and biases on one rank of 8, for benchmarks/results/ascend.md: `python -m tests.npu.memory_table`.
 
 What this project's paths hand to the operator is counted from the tensors that its calls receive: whole plans run on tensors
 without memory (device meta), and the operator's double writes down what it was given. The two rows of what others build, a full

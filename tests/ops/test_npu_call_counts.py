@@ -42,7 +42,7 @@ def test_ring_with_alibi_needs_fewer_calls_than_one_for_each_square(tokens):
     ],
 )
 def test_calls_of_a_layer_with_alibi_are_those_of_the_table(tokens, share, forward, backward):
-    """The table of docs/ascend.md: a causal ring, cp 8, mean over the ranks."""
+    """The table of benchmarks/results/ascend.md: a causal ring, cp 8, mean over the ranks."""
     plan = build_plan(Documents([tokens]), Topology(1, 8), AttentionConfig(8, 8, 64, alibi=True), "ring")
     means = (np.mean(counts(plan, CallLimits(share_calls=share), direction)) for direction in ("forward", "backward"))
     assert tuple(round(float(mean), 1) for mean in means) == (forward, backward)

@@ -14,7 +14,7 @@ from mindspeed_cp.plan.records import int64_record
 #: Rows of a tensor on the host: a slice (a run), or int64 row numbers.
 HostRows = slice | np.ndarray
 
-#: Maximum number of sequences in one TND call (CANN: "TND batch at most 2K").
+#: Maximum number of sequences in one TND call (CANN: "TND batch at most 2K"; later texts allow v2 20,000).
 MAX_SEQUENCES = 2048
 
 #: Maximum number of rows of queries, or of keys, in one call (CANN: "S and T at most 1M").

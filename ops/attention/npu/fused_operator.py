@@ -97,6 +97,9 @@ class TorchNpuOperator:
     torch_npu is imported at the first call.
     """
 
+    # CANN 9.1's flash_attn in Python (cann_ops_transformer) takes and gives lse, which would suit better. But by its
+    # public list it has no gradient and is for Ascend 950 alone; fp32, ALiBi and dropout would stay with these here.
+
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, arguments: FusedArguments
     ) -> tuple[Tensor, Tensor, Tensor, DropoutState]:
@@ -105,6 +108,8 @@ class TorchNpuOperator:
             results = loaded_torch_npu().npu_fusion_attention_v2(
                 q, k, v, arguments.heads, arguments.layout, scale=arguments.scale, **arguments.operator_keywords()
             )
+        # The NPU's generator overwrites a caller's seed, and its offset advances by 12 a call: the gradient needs these
+        # three of each call. On A2 and A3 v2 ignores softmax_layout: statistics stay per sequence.
         out, softmax_max, softmax_sum, _, seed, offset, numels = results
         return out, softmax_max, softmax_sum, (seed, offset, numels)
 
