@@ -21,7 +21,7 @@ def code_blocks(page: Path, language: str) -> list[str]:
 
 def commands(page: Path, start: str) -> set[str]:
     """Return the commands of a page that begin with a text; a command may go over two lines."""
-    text = " ".join(re.sub(r" +# .*", "`", page.read_text("utf-8")).replace("\n```", "`").split())
+    text = " ".join(re.sub(r" +# .*", "`", page.read_text("utf-8")).replace("\\\n", " ").replace("\n```", "`").split())
     return set(re.findall(rf"mindspeed-cp ({re.escape(start)} [^`]*?) *(?:`|(?= mindspeed-cp ))", text))
 
 
@@ -44,6 +44,12 @@ def test_the_page_on_attention_runs() -> None:
     scope: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, "docs/attention.md", "exec"), scope)
+
+
+def test_the_page_on_simulation_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = code_blocks(ROOT / "docs" / "simulate.md", "python")
+    exec(compile(block, "docs/simulate.md", "exec"), {})
+    assert "hierarchical: " in capsys.readouterr().out
 
 
 def test_the_algorithm_that_a_page_writes_is_proved() -> None:

@@ -1,18 +1,18 @@
 """Write everything in the documentation that is computed; run by `make docs-tables`.
 
-tests/test_docs_tables.py compares the pages with what this writes. The tables of docs/published.md, and the two rows of
-speed that README.md takes from them, take minutes and are made by `python -m benchmarks.published` instead.
+tests/test_docs_tables.py compares the pages with what this writes. The tables of benchmarks/results, and the rows
+of speed that README.md takes from them, take minutes and are made by the commands beside them.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
 from mindspeed_cp.algorithms import ALGORITHMS, Algorithm, AlgorithmOption
-from mindspeed_cp.algorithms.registry import with_reduce_dtype
+from mindspeed_cp.algorithms.registry import COMMON_OPTIONS, with_reduce_dtype
 from mindspeed_cp.config.capabilities import capabilities_md
 from mindspeed_cp.config.reference import reference_yaml
 from mindspeed_cp.device.versions import versions_md
@@ -35,7 +35,7 @@ MIB = 2**20
 
 def algorithms_page(page: str) -> str:
     """Return docs/algorithms.md with the tables of options and of bytes."""
-    page = _with_rows(page, OPTIONS_HEAD, "".join(map(_options_row, ALGORITHMS.values())))
+    page = _with_rows(page, OPTIONS_HEAD, "".join(map(_options_row, ALGORITHMS.values())) + _common_options_row())
     return _with_rows(page, BYTES_HEAD, bytes_rows())
 
 
@@ -125,15 +125,23 @@ def _row(cells: list[str]) -> str:
 
 def _options_row(algorithm: Algorithm) -> str:
     names = ", ".join(f"`{alias}`" for alias in algorithm.aliases)
-    options = ", ".join(f"`{option.name}` ({_default(option)})" for option in algorithm.options.values())
-    return _row([f"`{algorithm.name}`", names, options, algorithm.use_for])
+    own = [option for option in algorithm.options.values() if option.name not in COMMON_OPTIONS]
+    return _row([f"`{algorithm.name}`", names, _options(own), algorithm.use_for])
+
+
+def _common_options_row() -> str:
+    return _row(["all of them", "", _options(COMMON_OPTIONS.values()), ""])
+
+
+def _options(options: Iterable[AlgorithmOption]) -> str:
+    return ", ".join(f"`{option.name}` ({_default(option)})" for option in options)
 
 
 def _default(option: AlgorithmOption) -> str:
     if option.from_model:
         return "the model's"
     if option.default is None:
-        return option.description.rpartition("default: ")[2].rstrip(".")
+        return re.split("default: ", option.description, flags=re.IGNORECASE)[-1].rstrip(".")
     return str(option.default).lower() if isinstance(option.default, bool) else str(option.default)
 
 

@@ -15,7 +15,7 @@ def report(
     cluster: Annotated[
         str | None,
         typer.Option(
-            help="Cluster of the prediction: a preset (docs/clusters.md lists them) or a YAML file of calibrate. "
+            help="Cluster of the prediction: a preset (docs/simulate.md lists them) or a YAML file of calibrate. "
             "Default: the run's context_parallel_suite.cluster, else a2.",
             show_default=False,
         ),

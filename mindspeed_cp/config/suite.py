@@ -61,7 +61,7 @@ class SuiteSettings(Section):
     )
     cluster: str | None = Field(
         default=None,
-        description="preset (docs/clusters.md lists them) or YAML file with the speeds of devices and links, by which "
+        description="preset (docs/simulate.md lists them) or YAML file with the speeds of devices and links, by which "
         "hierarchical and auto decide; null: a2",
     )
     backend: Literal["auto", "cpu", "npu", "cuda"] = Field(

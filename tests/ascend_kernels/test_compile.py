@@ -29,8 +29,9 @@ LOWERED = [*DTYPES[:2], pytest.param("fp16", marks=pytest.mark.thorough)]
 SHARED = {80: 163 << 10, 90: 227 << 10}
 
 #: Bytes of registers that a program may store and load again for want of room, in all; none elsewhere: what the choices
-#: by time spill (docs/kernels.md), which are faster than others that spill nothing. At 128 channels, of tensors that
-#: begin at a multiple of 16 bytes, where fp32 has the most; and of wide heads, where 256 channels in two bytes have.
+#: by time spill (benchmarks/results/kernels.md), which are faster than others that spill nothing. At 128 channels, of
+#: tensors that begin at a multiple of 16 bytes, where fp32 has the most; and of wide heads, where 256 channels in two
+#: bytes have.
 SPILLED, SPILLED_WIDE = 3072, 1024
 
 #: The same of tensors that do not, as views may: served, slowly.
@@ -135,7 +136,7 @@ def test_wide_heads_fit(compiled: list[dict[str, Any]], dtype: str, sm: int, dim
 def test_documentation_has_these_numbers(compiled: list[dict[str, Any]]) -> None:
     from tests.ascend_kernels.compile_cuda import table
 
-    documented = cells((ROOT / "docs" / "kernels.md").read_text())
+    documented = cells((ROOT / "benchmarks" / "results" / "kernels.md").read_text())
     assert cells(table(compiled)) <= documented, (
         "python -m tests.ascend_kernels.compile_cuda --table 80 90 prints what belongs there"
     )

@@ -115,7 +115,7 @@ def test_calls_default_to_one(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not PROFILE.exists(), reason="the profile is public data that is not part of the project")
 def test_tile_rows_of_the_presets_are_fitted_to_the_profile() -> None:
-    """FlashAttention-2 forward on an H100, 64 / tp heads of 128: L / cp queries, the last keys aligned (docs/clusters.md)."""
+    """FlashAttention-2 forward on an H100, 64 / tp heads of 128: L / cp queries, the last keys aligned (docs/simulate.md)."""
     rows = list(csv.DictReader(PROFILE.read_text().splitlines()))
     length, cp, tp = (np.array([float(row[key]) for row in rows]) for key in ("L", "cp", "tp"))
     seconds = np.array([float(row["duration_per_doc"]) for row in rows]) * 1e-3

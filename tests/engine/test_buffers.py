@@ -151,7 +151,7 @@ def test_so_they_are_for_any_problem(ranks, most, monkeypatch):
 
 
 def states(plan, rank, size):
-    """Bytes beside the communication, forward and backward: the formula of `peak_bytes` and of docs/plans.md."""
+    """Bytes beside the communication, forward and backward: the formula of `peak_bytes` and of docs/algorithms.md."""
     a, rounded = plan.attention, size if size < 4 else 0
     t, r = int(plan.q_layout_compute.token_counts[rank]), int(plan.kv_layout_compute.token_counts[rank])
     (first, last), (low, high) = (

@@ -193,7 +193,7 @@ def test_parts_that_make_no_plan_are_refused(parts, says) -> None:
 
 
 def test_parts_of_any_algorithms_are_combined() -> None:
-    """The example of docs/plans.md."""
+    """The example of docs/algorithms.md."""
     documents, topology, chosen = Documents(LENGTHS), Topology(1, 4), np.array([False, True, False, False, True])
     exchanged = build_plan(select_documents(documents, ~chosen), topology, ATTENTION, "direct")
     split = build_plan(select_documents(documents, chosen), topology, ATTENTION, "ulysses")

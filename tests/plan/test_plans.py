@@ -1,4 +1,4 @@
-"""Random plans are proved, tiles are what a brute-force mask says, and plans have the shapes that docs/plans.md promises."""
+"""Random plans are proved, tiles are what a brute-force mask says, and plans have the shapes that docs/algorithms.md promises."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ def peak_bytes(plan: Plan, direction: str, bytes_per_element: int = 2) -> np.nda
       received separately; in exchanges, and in messages of several tensors, all rows are packed at both ends; in
       redistributions, heads are cut out and put in. The largest sum over all messages in flight.
 
-    Not counted is memory that one rank alone would need as well: results, copies, and what kernels make. docs/plans.md,
-    "Memory beside the communication", has its formula.
+    Not counted is memory that one rank alone would need as well: results, copies, and what kernels make; its formula is
+    in docs/algorithms.md, "Memory".
 
     In a plan of parts, the buffers of a part exist from its first step until it is concluded, and results of
     redistributions from before all steps until after them. "redistributed" then also counts rows of a part that are not

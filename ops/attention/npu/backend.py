@@ -114,7 +114,7 @@ class NpuAttention(FusedBackend):
         """See the contract. The operator itself reports missing parts when it is loaded, before the first call."""
         if self.merge == "triton" and device.type != "cpu" and not has_triton():
             raise ConfigError(
-                "npu_merge is 'triton', and the package triton-ascend is not installed; install it (docs/kernels.md), "
+                "npu_merge is 'triton', and the package triton-ascend is not installed; install it (docs/ascend.md), "
                 "or use npu_merge 'fp32', which merges in torch"
             )
 
