@@ -84,3 +84,16 @@ def test_the_first_pages_simulate_the_lengths_that_they_write(
     assert run_command(*shown, tmp_path) == 0
     assert "times as fast as the even ring" in capsys.readouterr().out
     assert (tmp_path / "out.png").stat().st_size > 10_000
+
+
+def test_the_table_of_the_start_page_is_what_the_command_prints(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert run_command("simulate --lengths wikipedia --cluster a2 --nodes 4", tmp_path) == 0
+    printed = {
+        line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line[:1] == " " and line.strip()
+    }
+    text = (ROOT / "docs" / "start.md").read_text("utf-8")
+    rows = re.findall(r"^ (\w+) +([\d.]+) +([\d.]+) +([\d.]+) % +([\d.]+) +([\d.]+ MiB) +(.+)$", text, re.MULTILINE)
+    assert len(rows) == 4 and all(cell in printed[name] for name, *cells in rows for cell in cells)
