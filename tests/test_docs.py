@@ -5,58 +5,82 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mindspeed_cp.algorithms import ALGORITHMS
 from mindspeed_cp.config.capabilities import FEATURES
 
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def code_blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def commands(page: Path, start: str) -> set[str]:
+    """Return the commands of a page that begin with a text; a command may go over two lines."""
+    text = " ".join(re.sub(r" +# .*", "`", page.read_text("utf-8")).replace("\n```", "`").split())
+    return set(re.findall(rf"mindspeed-cp ({re.escape(start)} [^`]*?) *(?:`|(?= mindspeed-cp ))", text))
+
+
+def run_command(command: str, folder: Path) -> int:
+    """Run a command that reads and writes files in a folder."""
+    from mindspeed_cp.cli.main import run
+
+    return run([str(folder / word) if word.endswith((".png", ".txt")) else word for word in command.split()])
 
 
 def test_every_algorithm_is_explained() -> None:
-    text = (DOCS / "algorithms.md").read_text("utf-8")
+    text = (ROOT / "docs" / "algorithms.md").read_text("utf-8")
     assert all(f"**{name}.**" in text for name in ALGORITHMS)
     assert set(FEATURES["algorithm"]) == set(ALGORITHMS)
 
 
-def python_blocks(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text("utf-8"), re.MULTILINE | re.DOTALL)
-
-
 def test_the_page_on_attention_runs() -> None:
-    blocks = python_blocks("attention.md")
-    assert len(blocks) == 14
+    blocks = code_blocks(ROOT / "docs" / "attention.md", "python")
+    assert blocks
     scope: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, "docs/attention.md", "exec"), scope)
 
 
 def test_the_page_on_simulation_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    (block,) = python_blocks("simulate.md")
+    (block,) = code_blocks(ROOT / "docs" / "simulate.md", "python")
     exec(compile(block, "docs/simulate.md", "exec"), {})
     assert "hierarchical: " in capsys.readouterr().out
 
 
-def test_the_algorithm_of_the_page_on_algorithms_is_proved() -> None:
-    (block,) = (block for block in python_blocks("algorithms.md") if "register_algorithm(" in block)
+def test_the_algorithm_that_a_page_writes_is_proved() -> None:
+    (block,) = (block for page in PAGES for block in code_blocks(page, "python") if "register_algorithm(" in block)
     try:
-        exec(compile(block, "docs/algorithms.md", "exec"), {})  # ends with verify_plan
+        exec(compile(block, "docs", "exec"), {})  # ends with verify_plan
         assert "one_by_one" in ALGORITHMS
     finally:
         ALGORITHMS.pop("one_by_one", None)
 
 
-def test_commands_of_the_documentation_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Those that only plan."""
-    from mindspeed_cp.cli.main import run
-
-    commands = []
-    for page in DOCS.glob("*.md"):
-        text = " ".join(re.sub(r" +# .*", "`", page.read_text("utf-8")).replace("\\\n", " ").split())  # over two lines
-        commands += re.findall(r"mindspeed-cp (plan --lengths [^`]*?) *`", text)
-    assert len(commands) >= 3
+def test_commands_that_plan_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    shown = set().union(*(commands(page, "plan --lengths") for page in PAGES))
+    assert shown
     (tmp_path / "lengths.txt").write_text("700\n30\n4100\n")
-    for command in commands:
-        words = [str(tmp_path / word) if word.endswith((".png", ".txt")) else word for word in command.split()]
-        assert run(words) == 0, command
+    for command in sorted(shown):
+        assert run_command(command, tmp_path) == 0, command
         assert capsys.readouterr().out
+
+
+def test_the_first_pages_simulate_the_lengths_that_they_write(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start page and the README end in the same command and a picture."""
+    start = ROOT / "docs" / "start.md"
+    shown = commands(start, "simulate --lengths")
+    assert len(shown) == 1 and shown == commands(ROOT / "README.md", "simulate --lengths")
+    monkeypatch.chdir(tmp_path)
+    (block,) = code_blocks(start, "python")
+    exec(compile(block, "docs/start.md", "exec"), {})
+    assert np.loadtxt("lengths.txt").tolist() == [5000, 37, 1200]
+    assert run_command(*shown, tmp_path) == 0
+    assert "times as fast as the even ring" in capsys.readouterr().out
+    assert (tmp_path / "out.png").stat().st_size > 10_000

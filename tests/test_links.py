@@ -45,6 +45,19 @@ def test_programs_that_a_page_calls_exist(page: Path) -> None:
     assert not [module for module, gone in calls if not gone and importlib.util.find_spec(module) is None]
 
 
+def test_a_link_to_a_heading_names_one(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]*)#([^)]*)\)", page.read_text("utf-8"))
+    targets = [((page.parent / file if file else page), heading) for file, heading in links]
+    assert not [f"{target.name}#{heading}" for target, heading in targets
+                if target.suffix == ".md" and target.exists() and heading not in headings(target)]  # fmt: skip
+
+
+def headings(page: Path) -> set[str]:
+    """Return the names of a page's headings in links, as GitHub makes them."""
+    lines = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
+
+
 def resolves(name: str) -> bool:
     """True if a dotted name is a module, or an attribute of one."""
     module, _, attribute = name.rpartition(".")

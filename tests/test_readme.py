@@ -1,4 +1,4 @@
-"""The README's example runs, and its two versions say the same."""
+"""The README's example runs, and pages in two languages say the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from tests.programs import run_programs
 preload("mindspeed_cp.engine")
 
 ROOT = Path(__file__).resolve().parent.parent
-LANGUAGES = ("README.md", "README.zh.md")
+
+#: Pages in both languages: the English one beside each Chinese one.
+PAGES = [(str(page.relative_to(ROOT)).replace(".zh.md", ".md"), str(page.relative_to(ROOT)))
+         for page in sorted([*ROOT.glob("*.zh.md"), *(ROOT / "docs").glob("*.zh.md")])]  # fmt: skip
 
 
 def blocks(name: str, language: str) -> list[str]:
@@ -26,18 +29,18 @@ def without_comments(code: str) -> str:
     return re.sub(r"\s*#.*", "", code)
 
 
-@pytest.mark.parametrize("language", ["python", "sh", "yaml"])
-def test_both_languages_show_the_same_code(language: str) -> None:
-    english, chinese = ([without_comments(code) for code in blocks(name, language)] for name in LANGUAGES)
-    assert english and english == chinese
+@pytest.mark.parametrize(("english", "chinese"), PAGES)
+def test_both_languages_show_the_same_code(english: str, chinese: str) -> None:
+    for language in ("python", "sh", "yaml", "json", "diff"):
+        first, second = ([without_comments(code) for code in blocks(page, language)] for page in (english, chinese))
+        assert first == second
 
 
-def test_both_languages_have_the_same_structure() -> None:
-    english, chinese = ((ROOT / name).read_text("utf-8") for name in LANGUAGES)
+@pytest.mark.parametrize(("english", "chinese"), PAGES)
+def test_both_languages_have_the_same_structure(english: str, chinese: str) -> None:
+    first, second = ((ROOT / page).read_text("utf-8") for page in (english, chinese))
     for pattern in (r"^#+ ", r"^\|", r"^- ", r"^```"):
-        assert len(re.findall(pattern, english, re.MULTILINE)) == len(re.findall(pattern, chinese, re.MULTILINE)), (
-            pattern
-        )
+        assert len(re.findall(pattern, first, re.MULTILINE)) == len(re.findall(pattern, second, re.MULTILINE)), pattern
 
 
 def test_the_settings_section_is_valid(tmp_path: Path) -> None:

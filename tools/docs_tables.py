@@ -76,7 +76,6 @@ def readme_page(page: str, comma: str) -> str:
     return page.replace(head + rows, head + new_rows)
 
 
-#: File -> the function that returns its new text from its present one.
 def versions_page(page: str) -> str:
     """Return docs/versions.md with the tables of tested versions and of limits."""
     before, mark, after = page.partition("<!-- make docs-tables -->\n")
@@ -85,6 +84,7 @@ def versions_page(page: str) -> str:
     return f"{before}{mark}{versions_md()}{heading}{rest}"
 
 
+#: File -> the function that returns its new text from its present one.
 PAGES: dict[str, Callable[[str], str]] = {
     "docs/versions.md": versions_page,
     "README.md": lambda page: readme_page(page, ", "),
@@ -108,7 +108,7 @@ PAGES: dict[str, Callable[[str], str]] = {
         mindspeed_table.REFUSED_HEAD,
         mindspeed_table.refused_rows(),
     ),
-    "docs/reliability.md": lambda _: reliability.page(),
+    "docs/reliability.md": lambda page: _with_rows(page, reliability.HEAD, reliability.rows()),
     "tests/host_cann/rules.md": lambda _: cann_table.rules_page(),
 }
 

@@ -1,4 +1,4 @@
-"""docs/reliability.md, from the marks of the tests in tests/faults; written by `make docs-tables`."""
+"""The table of docs/reliability.md, from the marks of the tests in tests/faults; written by `make docs-tables`."""
 
 from __future__ import annotations
 
@@ -8,22 +8,12 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 TESTS = ROOT / "tests" / "faults"
 COLUMNS = ("fault", "happens", "lost", "printed")
-HEAD = """\
-# Reliability
-
-What can go wrong in a run, what happens then, what is lost, and what is printed. Each row is a test in `tests/faults`
-that makes the fault with real processes or files; `make docs-tables` writes this table from their `fault` marks.
-[performance.md](performance.md) tells what the checks cost.
-
-| fault | what happens | what is lost | what is printed | test |
-|---|---|---|---|---|
-"""
+HEAD = "| fault | what happens | what is lost | what is printed | test |\n|---|---|---|---|---|\n"
 
 
-def page() -> str:
-    """Return the text of docs/reliability.md."""
-    lines = [line for path in sorted(TESTS.glob("test_*.py")) for line in _lines(path)]
-    return HEAD + "".join(lines)
+def rows() -> str:
+    """Return the rows of the table of faults in docs/reliability.md."""
+    return "".join(line for path in sorted(TESTS.glob("test_*.py")) for line in _lines(path))
 
 
 def _lines(path: Path) -> list[str]:
@@ -42,6 +32,6 @@ def _lines(path: Path) -> list[str]:
             cells = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in mark.keywords}
             if tuple(cells) != COLUMNS:
                 raise ValueError(f"{path}: the fault mark of {function.name} has {tuple(cells)}, and needs {COLUMNS}")
-            test = f"[{function.name.removeprefix('test_').replace('_', ' ')}](../{path.relative_to(ROOT)})"
+            test = f"[`{function.name}`](../{path.relative_to(ROOT)})"
             lines.append("".join(f"| {cell.replace('|', '/')} " for cell in (*cells.values(), test)) + "|\n")
     return lines

@@ -14,7 +14,8 @@ from mindspeed_cp.simulate.tile_work import COARSE_SPANS
 from mindspeed_cp.simulate.timeline import Timeline
 from mindspeed_cp.simulate.waits import fetch_waits
 
-#: Placements that are simulated by default on up to so many ranks; on more none.
+#: Placements that are simulated by default on up to so many ranks; on more none. What the model of the search ranks
+#: lower is rarely faster. A number, not a limit of time: ranks plan alone and must choose alike.
 SIMULATED_PLACEMENTS = ((16, 3), (128, 4), (1024, 9))
 
 #: Pieces of fetched keys that are tried, and the least share of a layer that ranks wait for keys where they are.

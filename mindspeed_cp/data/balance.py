@@ -33,7 +33,9 @@ from mindspeed_cp.data.dispatch_problem import DispatchProblem, DocumentGroups
 from mindspeed_cp.data.pipeline import BACKWARD, pipeline_time, pipelined
 from mindspeed_cp.errors import ConfigError
 
-LARGEST_COST = 2**40  #: the integer to which the largest cost is scaled
+#: The integer to which the largest cost is scaled. Every rank assigns documents alone, and a sum of floats may differ
+#: in its last bit between machines: costs are compared as whole numbers.
+LARGEST_COST = 2**40
 CostFunction = Callable[[np.ndarray], np.ndarray] | Sequence[float] | np.ndarray
 
 

@@ -59,6 +59,7 @@ def transfers(
     if plan.linear_layout is not None and hidden_row_bytes is not None:
         tables += _hidden_states(plan, direction, hidden_row_bytes)
     out = concatenate_records(tables)
+    # source XOR target: see Messages.in_global_order
     return out[np.lexsort((out["src"] ^ out["dst"], out["part"], out["start"]))]
 
 

@@ -24,6 +24,8 @@ Select = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 class KvFetches:
     """Runs of tokens that ranks fetch from other ranks, as columns int64 [n].
 
+    Columns, because they are selected and sorted several times: records made planning of `direct` 1.6 times slower.
+
     Attributes:
         stage: stage (or round) of the schedule in which the tokens move.
         dst, src: rank that fetches, and rank that it fetches from.

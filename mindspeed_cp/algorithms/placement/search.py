@@ -309,6 +309,8 @@ def min_cross_node_length(model: PlacementModel) -> float:
     returned. Counted are forward and backward: 1 + 3 times K and V of half the document for each side, and the pairs at
     the rate of long tiles, n(n+1)/2 of them under a causal mask. (Zeppelin, 2509.21841, has the same thresholds.)
     """
+    # Shorter documents stay in a node even if they overfill it slightly: a short document over two nodes ties their
+    # ranks together, and in the backward all that share heads with them wait, too.
     cluster, attention, cost = model.cluster, model.attention, model.cost
     long_tile = 1e6  # rows
     seconds = float(cost.attention_seconds(1.0, long_tile) + cost.attention_seconds(1.0, long_tile, backward=True))
