@@ -45,6 +45,7 @@ def test_programs_that_a_page_calls_exist(page: Path) -> None:
     assert not [module for module, gone in calls if not gone and importlib.util.find_spec(module) is None]
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_link_to_a_heading_names_one(page: Path) -> None:
     links = re.findall(r"\]\(([^)#:]*)#([^)]*)\)", page.read_text("utf-8"))
     targets = [((page.parent / file if file else page), heading) for file, heading in links]
