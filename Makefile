@@ -7,7 +7,9 @@
 #   make train CONFIG=my.yaml                            another configuration
 #   make test ARGS="tests/data -k packing"               arguments go to pytest, in one process; the other parts are left out
 #   make test JOBS=1                                     test files one after the other; JOBS of them run at once
-#   make test-all                                        the full matrix: all sizes, more random examples
+#   make test-quick                                      ruff and the tests below half a second: no other environment, no mypy
+#   make test-all                                        the slow tests too, and the full matrix: all sizes, more random examples
+#   make slow-tests                                      measures again which tests are slow (tests/slow.json)
 #   make test-npu ARGS="-k streams"                      the same for the tests of tests/npu
 #   make test-npu QUEUE=2                                under another mode of torch-npu's queue (TASK_QUEUE_ENABLE): 0, 1 or 2 (1)
 #   make test-npu LATE=1 SEGMENTS=True                   with late results, with the allocator's expandable segments
@@ -48,18 +50,21 @@ endif
 # two cores: three take as long and more memory. One thread each, as those of torch would take the cores from each other.
 SPREAD = $(if $(strip $(ARGS)),,-n $(JOBS) --dist loadfile --no-loadscope-reorder)
 THREADS = $(if $(strip $(ARGS)),,OMP_NUM_THREADS=1)
+TIMES = $(if $(strip $(TIMES_FOLDER)),--junitxml=$(TIMES_FOLDER)/$(1).xml)
 
 # Bytecode is kept, whatever the environment says: else each of a test run's many processes compiles the package anew.
 export PYTHONDONTWRITEBYTECODE =
 
-# test-all sets this: the tests marked `thorough` run too, and hypothesis draws more examples.
+# test-all sets this: the tests marked `slow` or `thorough` run too, and hypothesis draws more examples.
 FULL ?=
+# slow-tests sets this: pytest writes there what each test took.
+TIMES_FOLDER ?=
 
 # Tests of tests/npu on which the mode of the queue, late results and the allocator bear: operators, streams, HCCL, the engine.
 QUEUE_TESTS = $(wildcard $(addprefix tests/npu/test_,task_queue*.py operators*.py oracle*.py streams.py syncs.py waits.py late*.py \
 	order.py hccl*.py aten.py fused.py runtime.py counts.py table.py roll.py parts.py agreement.py bad_input.py))
 
-.PHONY: help train soak test test-all test-versions test-npu test-npu-modes test-triton test-cuda lint docs-tables lock format bench environment clean
+.PHONY: help train soak test test-quick test-all slow-tests test-versions test-npu test-npu-modes test-triton test-cuda lint docs-tables lock format bench environment clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -69,8 +74,16 @@ train: $(INSTALLED) ## train a small GPT on 4 local ranks (configs/quickstart.ya
 	$(RUN)/mindspeed-cp train $(CONFIG) $(ARGS)
 
 test: lint ## the linters and the tests, with the parts under torch-npu and Triton
-	$(THREADS) $(RUN)/python -m pytest $(SPREAD) $(FULL) $(ARGS)
+	$(THREADS) $(RUN)/python -m pytest $(SPREAD) $(FULL) $(call TIMES,main) $(ARGS)
 	$(if $(strip $(ARGS)),,@$(PARTS))
+
+test-quick: $(INSTALLED) ## ruff, and the tests that take less than half a second
+	$(RUN)/ruff check .
+	$(RUN)/ruff format --check --quiet .
+	$(THREADS) $(RUN)/python -m pytest $(SPREAD) --quick $(ARGS)
+
+slow-tests: $(INSTALLED) ## measure which tests are slow (tests/slow.json); takes as long as test-all
+	$(RUN)/python -m tools.slow_tests $(ARGS)
 
 test-all: export HYPOTHESIS_PROFILE = thorough
 test-all: ## the same with the full matrix of sizes and random examples
@@ -80,7 +93,7 @@ test-all: ## the same with the full matrix of sizes and random examples
 test-npu: $(INSTALLED_NPU) ## the tests under the real torch-npu, without CANN or an NPU
 	$(THREADS) TORCH_DEVICE_BACKEND_AUTOLOAD=0 HOST_CANN_BUILD=$(VENV_NPU)/host_cann \
 	TASK_QUEUE_ENABLE=$(QUEUE) HOST_CANN_LATE=$(LATE) $(if $(strip $(SEGMENTS)),PYTORCH_NPU_ALLOC_CONF=expandable_segments:$(SEGMENTS)) \
-	$(VENV_NPU)/bin/python -m pytest --timeout-method=thread $(SPREAD) $(FULL) $(NPU_TESTS) $(ARGS)
+	$(VENV_NPU)/bin/python -m pytest --timeout-method=thread $(SPREAD) $(FULL) $(call TIMES,npu) $(NPU_TESTS) $(ARGS)
 
 test-npu-modes: ## those that differ under the other modes of torch-npu's queue, with late results, with expandable segments
 	@$(MAKE) --no-print-directory test-npu QUEUE=0 NPU_TESTS="$(QUEUE_TESTS)" ARGS=
@@ -88,7 +101,7 @@ test-npu-modes: ## those that differ under the other modes of torch-npu's queue,
 	@$(MAKE) --no-print-directory test-npu LATE=1 SEGMENTS=True NPU_TESTS="$(QUEUE_TESTS)" ARGS=
 
 test-triton: $(INSTALLED_TRITON) $(INSTALLED_ASCEND) ## Triton kernels: interpreted, and compiled for NPUs and GPUs
-	$(THREADS) TRITON_INTERPRET=1 TRITON_ASCEND_PYTHON=$(abspath $(VENV))-ascend/bin/python $(VENV)-triton/bin/python -m pytest $(SPREAD) $(FULL) tests/ascend_kernels $(ARGS)
+	$(THREADS) TRITON_INTERPRET=1 TRITON_ASCEND_PYTHON=$(abspath $(VENV))-ascend/bin/python $(VENV)-triton/bin/python -m pytest $(SPREAD) $(FULL) $(call TIMES,triton) tests/ascend_kernels $(ARGS)
 
 test-cuda: $(INSTALLED_CUDA) ## the tests that need NVIDIA GPUs; fails where there are fewer than GPUS
 	$(VENV)-cuda/bin/python -m pytest --require-cuda $(GPUS) -m cuda tests/cuda $(ARGS)

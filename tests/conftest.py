@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,32 +15,11 @@ from tests.workers import GlooPool
 #: Examples of a hypothesis test by profile, as a share of those that the test asks for, and the least.
 EXAMPLES = {"ci": (0.25, 10), "thorough": (1.0, 0)}
 
-#: Files that take longest. They come first: xdist gives whole files to its processes in this order, and a long one at the end
-#: would leave the other processes without work.
-LONG = (
-    "launch_scripts/test_training.py",
-    "faults/test_processes.py",
-    "faults/test_checkpoints.py",
-    "train/test_training.py",
-    "train/test_beside.py",
-    "train/test_pool.py",
-    "train/test_balance.py",
-    "integrations/huggingface/test_finetune.py",
-    "integrations/huggingface/test_tree_rl.py",
-    "doctor/test_ranks.py",
-    "megatron/test_remap.py",
-    "megatron/test_gpt.py",
-    "test_readme.py",
-    "train/test_bad_steps.py",
-    "doctor/test_calibrate.py",
-    "npu/test_profile.py",
-    "npu/test_doctor.py",
-    "npu/test_training.py",
-    "npu/test_table.py",
-    "npu/test_bad_input.py",
-    "npu/test_hccl_streams.py",
-    "npu/test_calibrate.py",
-)
+#: Seconds that a test took when it was last measured (`make slow-tests`), for those of half a second and more.
+MEASURED: dict[str, float] = json.loads((Path(__file__).parent / "slow.json").read_text("utf-8"))
+
+#: `make test` leaves out tests of so many seconds, and `make test-quick` those of so many.
+SLOW, NOT_QUICK = 1.5, 0.5
 
 for profile in EXAMPLES:
     settings.register_profile(profile, deadline=None)
@@ -58,8 +38,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )  # fmt: skip
     parser.addoption(
         "--thorough", action="store_true",
-        help="run the tests of the full matrix too, and hypothesis tests with all their examples (make test-all)",
+        help="run the slow tests and those of the full matrix too, and hypothesis tests with all their examples (make test-all)",
     )  # fmt: skip
+    parser.addoption(
+        "--quick", action="store_true", help="leave out what takes half a second or more (make test-quick)"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -81,14 +64,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put long files first; without --thorough leave out what is marked `thorough`; give hypothesis tests the examples of
-    the profile."""
-    order = {Path(__file__).parent / name: number for number, name in enumerate(LONG)}
-    items.sort(key=lambda item: order.get(item.path, len(LONG)))
-    if not config.getoption("thorough"):
-        thorough = [item for item in items if item.get_closest_marker("thorough")]
-        config.hook.pytest_deselected(items=thorough)
-        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+    """Put files that take long first, mark what is slow, and leave it out with what is `thorough` unless --thorough is
+    given; give hypothesis tests the examples of the profile. A test that an argument names by its function runs anyway."""
+    limit = NOT_QUICK if config.getoption("quick") else SLOW
+    seconds: dict[Path, float] = {}  # xdist hands out whole files in this order: a long one at the end would run alone
+    for item in items:
+        measured = MEASURED.get(item.nodeid, 0.0)
+        if measured >= limit:
+            item.add_marker("slow")
+        if config.getoption("thorough") or measured < limit:
+            seconds[item.path] = seconds.get(item.path, 0.0) + measured
+    items.sort(key=lambda item: -seconds.get(item.path, 0.0))
+    if not config.getoption("thorough") and not any("::" in argument for argument in config.args):
+        left_out = [item for item in items if any(map(item.get_closest_marker, ("slow", "thorough")))]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not any(map(item.get_closest_marker, ("slow", "thorough")))]
     share, least = EXAMPLES[_profile(config)]
     for test in {item.obj for item in items if isinstance(item, pytest.Function)}:
         asked_for = getattr(test, "_hypothesis_internal_use_settings", None)

@@ -21,7 +21,7 @@ def code_blocks(page: Path, language: str) -> list[str]:
 
 def commands(page: Path, start: str) -> set[str]:
     """Return the commands of a page that begin with a text; a command may go over two lines."""
-    text = " ".join(re.sub(r" +# .*", "`", page.read_text("utf-8")).replace("\n```", "`").split())
+    text = " ".join(re.sub(r" +# .*", "`", page.read_text("utf-8")).replace("\\\n", " ").replace("\n```", "`").split())
     return set(re.findall(rf"mindspeed-cp ({re.escape(start)} [^`]*?) *(?:`|(?= mindspeed-cp ))", text))
 
 

@@ -39,13 +39,6 @@ def test_what_a_page_names_exists(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_programs_that_a_page_calls_exist(page: Path) -> None:
-    """A program that has gone since its table was made is marked by a dagger."""
-    calls = re.findall(r"python -m ((?:benchmarks|tests|tools)(?:\.\w+)+)[^`\n]*`?(†?)", page.read_text("utf-8"))
-    assert not [module for module, gone in calls if not gone and importlib.util.find_spec(module) is None]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_a_link_to_a_heading_names_one(page: Path) -> None:
     links = re.findall(r"\]\(([^)#:]*)#([^)]*)\)", page.read_text("utf-8"))
     targets = [((page.parent / file if file else page), heading) for file, heading in links]
@@ -57,6 +50,13 @@ def headings(page: Path) -> set[str]:
     """Return the names of a page's headings in links, as GitHub makes them."""
     lines = re.findall(r"^#+ (.*)$", page.read_text("utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_programs_that_a_page_calls_exist(page: Path) -> None:
+    """A program that has gone since its table was made is marked by a dagger."""
+    calls = re.findall(r"python -m ((?:benchmarks|tests|tools)(?:\.\w+)+)[^`\n]*`?(†?)", page.read_text("utf-8"))
+    assert not [module for module, gone in calls if not gone and importlib.util.find_spec(module) is None]
 
 
 def resolves(name: str) -> bool:

@@ -90,6 +90,7 @@ PAGES: dict[str, Callable[[str], str]] = {
     "README.md": lambda page: readme_page(page, ", "),
     "README.zh.md": lambda page: readme_page(page, "、"),
     "configs/reference.yaml": lambda _: reference_yaml(),
+    "tests/host_cann/rules.md": lambda _: cann_table.rules_page(),
     "docs/algorithms.md": algorithms_page,
     "docs/convert.md": lambda page: _with_rows(
         _with_rows(
@@ -109,7 +110,6 @@ PAGES: dict[str, Callable[[str], str]] = {
         mindspeed_table.refused_rows(),
     ),
     "docs/reliability.md": lambda page: _with_rows(page, reliability.HEAD, reliability.rows()),
-    "tests/host_cann/rules.md": lambda _: cann_table.rules_page(),
 }
 
 
