@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from mindspeed_cp.convert.rules import ADDED_FLAGS, RULES, FlagRule, Outcome
-from mindspeed_cp.convert.rules.flag_rule import ANOTHER_MODEL
 from mindspeed_cp.convert.rules.parallel import SUITE_FILE
 
 FLAGS_HEAD = "| becomes | if | flags |\n|---|---|---|\n"
@@ -61,7 +60,7 @@ def _condition(rule: FlagRule, decided: set[str]) -> str:
 
 def _becomes(rule: FlagRule) -> str:
     settings = ", ".join(f"`{key}: {'...' if value is None else value}`" for key, value in rule.settings)
-    if rule.becomes == ANOTHER_MODEL:
+    if rule.becomes.startswith("none: "):
         return "nothing: without the flag it is another model"
     return {
         Outcome.SETTING: settings,

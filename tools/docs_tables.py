@@ -7,12 +7,12 @@ of speed that README.md takes from them, take minutes and are made by the comman
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
 from mindspeed_cp.algorithms import ALGORITHMS, Algorithm, AlgorithmOption
-from mindspeed_cp.algorithms.registry import COMMON_OPTIONS, with_reduce_dtype
+from mindspeed_cp.algorithms.registry import with_reduce_dtype
 from mindspeed_cp.config.capabilities import capabilities_md
 from mindspeed_cp.config.reference import reference_yaml
 from mindspeed_cp.device.versions import versions_md
@@ -35,7 +35,12 @@ MIB = 2**20
 
 def algorithms_page(page: str) -> str:
     """Return docs/algorithms.md with the tables of options and of bytes."""
-    page = _with_rows(page, OPTIONS_HEAD, "".join(map(_options_row, ALGORITHMS.values())) + _common_options_row())
+    common = {
+        name for name in ALGORITHMS["ring"].options if all(name in other.options for other in ALGORITHMS.values())
+    }
+    rows = [_options_row(algorithm, common) for algorithm in ALGORITHMS.values()]
+    rows.append(_row(["all of them", "", _options(ALGORITHMS["ring"].options, common), ""]))
+    page = _with_rows(page, OPTIONS_HEAD, "".join(rows))
     return _with_rows(page, BYTES_HEAD, bytes_rows())
 
 
@@ -123,18 +128,14 @@ def _row(cells: list[str]) -> str:
     return "".join(f"| {cell} " if cell else "| " for cell in cells) + "|\n"
 
 
-def _options_row(algorithm: Algorithm) -> str:
+def _options_row(algorithm: Algorithm, common: set[str]) -> str:
     names = ", ".join(f"`{alias}`" for alias in algorithm.aliases)
-    own = [option for option in algorithm.options.values() if option.name not in COMMON_OPTIONS]
-    return _row([f"`{algorithm.name}`", names, _options(own), algorithm.use_for])
+    own = _options(algorithm.options, set(algorithm.options) - common)
+    return _row([f"`{algorithm.name}`", names, own, algorithm.use_for])
 
 
-def _common_options_row() -> str:
-    return _row(["all of them", "", _options(COMMON_OPTIONS.values()), ""])
-
-
-def _options(options: Iterable[AlgorithmOption]) -> str:
-    return ", ".join(f"`{option.name}` ({_default(option)})" for option in options)
+def _options(options: Mapping[str, AlgorithmOption], names: set[str]) -> str:
+    return ", ".join(f"`{name}` ({_default(option)})" for name, option in options.items() if name in names)
 
 
 def _default(option: AlgorithmOption) -> str:

@@ -14,8 +14,9 @@ def replaced_rows() -> str:
     """Return the rows of the table of replaced attributes: one for each verdict and reason, or set of refused flags."""
     groups: dict[tuple[str, str], list[str]] = {}
     for row in REPLACEMENTS:
-        why = re.sub(r" \(pass [^)]*\)", "", row.flag) if row.verdict == "refused" else row.reason
-        names = groups.setdefault((row.verdict, why), [])
+        works = row.verdict in ("kept", "unused")
+        why = row.reason if works else re.sub(r" \(pass [^)]*\)", "", row.flag)
+        names = groups.setdefault((row.verdict if works else "error", why), [])
         names += [f"`{_short_name(name)}`" for name in row.names]
     return "".join(
         f"| {', '.join(dict.fromkeys(names))} | {verdict} | {why} |\n" for (verdict, why), names in groups.items()

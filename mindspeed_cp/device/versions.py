@@ -141,18 +141,24 @@ def version_report() -> list[Status]:
 
 def versions_md() -> str:
     """Return the tables of docs/versions.md."""
+    head = "| Python | torch | torch-npu | NumPy | Megatron-core | tests passed |\n|---|---|---|---|---|---|\n"
     names = ("python", "torch", "torch-npu", "numpy", "megatron-core")
-    text = "| Python | torch | torch-npu | NumPy | Megatron-core | tests passed |\n|---|---|---|---|---|---|\n"
-    for row in tested_rows():
-        cells = [str(row.get(name) or "-") for name in names] + [f"{sum(row['suites'].values()):,}"]
-        text += f"| {' | '.join(cells)} |\n"
-    text += "\n| package | oldest | needed for |\n|---|---|---|\n"
-    for limit in LIMITS:
-        text += f"| {limit.package} | {'.'.join(map(str, limit.first))} | {limit.needed_for} |\n"
-    text += "\n| torch-npu | oldest CANN |\n|---|---|\n"
-    for release in ("2.7.1 and 2.8.0", "2.9.0 and later"):
-        text += f"| {release} | {min_cann(release.split(' ')[0])} |\n"
-    return text
+    rows = "".join(
+        "| "
+        + " | ".join(str(row.get(name) or "-") for name in names)
+        + " | "
+        + f"{sum(row['suites'].values()):,}"
+        + " |\n"
+        for row in tested_rows()
+    )
+    limits = "| package | oldest | refused below, because | needed for |\n|---|---|---|---|\n" + "".join(
+        f"| {limit.package} | {'.'.join(map(str, limit.first))} | {limit.why} | {limit.needed_for} |\n"
+        for limit in LIMITS
+    )
+    cann = "| torch-npu | oldest CANN |\n|---|---|\n" + "".join(
+        f"| {release} | {min_cann(release.split(' ')[0])} |\n" for release in ("2.7.1 and 2.8.0", "2.9.0 and later")
+    )
+    return f"{head}{rows}\n{limits}\n{cann}"
 
 
 def version_in_source(origin: str | None) -> str | None:

@@ -54,7 +54,7 @@ def context_parallel_attention(
 
     Differentiable once. Activation recomputation may run it again, and its backward may run again with
     ``retain_graph=True``. out, lse, dq, dk and dv are accumulated in fp32 over all steps and rounded to the type of q
-    once (the kernel of the cpu backend also rounds the partial result of each call, see docs/verification.md).
+    once. A kernel may round the result of each of its calls as well (docs/verification.md, "Numerics").
 
     Args:
         q: rows of this rank in plan.layout, [t, heads, head_dim].
