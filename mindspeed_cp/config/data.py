@@ -12,7 +12,7 @@ from mindspeed_cp.schema.base import SETTING_LIMIT, PositiveInt, Section
 from mindspeed_cp.schema.messages import bad_value
 
 #: The value of `balance` that plans replicas together, and the ranks up to which one pool is as good as two: plans of
-#: more are not simulated, and several pools are 6 to 15 % faster (modelled, `python -m benchmarks.pool_levels`).
+#: more are not simulated, and several pools are 6 to 15 % faster (modelled).
 POOL, POOL_RANKS = "pool", 1024
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.published.training_step import simulate_layers
+from benchmarks.published.timing import simulate_layers
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, simulate_plan
 from mindspeed_cp.algorithms.hierarchical import plan_from_placement
 from mindspeed_cp.algorithms.linear_layout import cheapest_mode, with_linear_layout
