@@ -26,9 +26,9 @@ from mindspeed_cp.cluster.cluster import cluster_of
 from mindspeed_cp.config.derived import TOKENS_OVER_MEAN
 from mindspeed_cp.config.suite import TOKEN_CAP_OPTION
 from mindspeed_cp.data import Dispatcher, DocumentCost, PoolModel, assign
+from mindspeed_cp.data.candidates import BACKWARD, pipeline_time
 from mindspeed_cp.data.packing import DOC_CHUNK
-from mindspeed_cp.data.pipeline import BACKWARD, pipeline_time
-from mindspeed_cp.data.subpools import assign_to_pools
+from mindspeed_cp.data.pool import assign_to_pools
 from mindspeed_cp.plan import Plan
 from mindspeed_cp.simulate.simulator import simulate_plan
 from mindspeed_cp.simulate.tile_work import COARSE_SPANS
