@@ -21,7 +21,7 @@ from mindspeed_cp.layout import Redistribution
 from mindspeed_cp.ops.attention import BackwardState, ForwardState, Heads
 from mindspeed_cp.plan import AttentionConfig, Plan, traffic
 from mindspeed_cp.plan.tiles import count_pairs
-from mindspeed_cp.simulate.linear_times import LinearTimes, linear_times
+from mindspeed_cp.simulate.simulator import LinearTimes, linear_times
 
 DTYPE = torch.bfloat16
 TIMEOUT = 1800.0  # seconds: only a hang takes so long

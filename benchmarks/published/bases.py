@@ -24,7 +24,7 @@ from mindspeed_cp.cluster import Cluster, ComputeCost, LayerCost, load_cluster
 from mindspeed_cp.data.lengths import sample_batch
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import assign_to_least_loaded
-from mindspeed_cp.plan.pairs import visible_pairs
+from mindspeed_cp.plan.problem import visible_pairs
 from mindspeed_cp.plan.transfers import GRADIENT_BYTES
 
 #: Tokens of a rank.

@@ -18,9 +18,8 @@ from mindspeed_cp.cluster import Cluster, ComputeCost, LayerCost
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import Plan
 from mindspeed_cp.plan.transfers import GRADIENT_BYTES, GRADIENTS, transfers
-from mindspeed_cp.simulate.linear_times import linear_times, with_projections
 from mindspeed_cp.simulate.link_queues import LinkQueues
-from mindspeed_cp.simulate.simulator import simulate_direction
+from mindspeed_cp.simulate.simulator import linear_times, simulate_direction, with_projections
 from mindspeed_cp.simulate.tile_work import TileCounter, TileWork, representative_ranks
 
 DIRECTIONS = ("forward", "backward")

@@ -25,18 +25,16 @@ from mindspeed_cp.algorithms.kv_fetch.programs import staged
 from mindspeed_cp.algorithms.linear_layout import can_move_hidden, cheapest_mode, with_linear_layout
 from mindspeed_cp.algorithms.options import AtLeast, FromModel
 from mindspeed_cp.algorithms.placement.estimate import PlacementModel
-from mindspeed_cp.algorithms.placement.policy import DocumentShares, Placement, split_parts
+from mindspeed_cp.algorithms.placement.policy import DocumentShares, Placement, apply_token_cap, split_parts
 from mindspeed_cp.algorithms.placement.search import PlacementResult, search_placements
-from mindspeed_cp.algorithms.placement.token_cap import apply_token_cap
 from mindspeed_cp.algorithms.simulated_choice import default_simulations, fastest, in_pieces_if_faster
 from mindspeed_cp.cluster import LayerCost
 from mindspeed_cp.cluster.cluster import cluster_of
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents, Layout
 from mindspeed_cp.layout.sharding import weighted
-from mindspeed_cp.plan.pairs import document_pairs
 from mindspeed_cp.plan.parts import StepOrder, combine, select_documents
-from mindspeed_cp.plan.problem import AttentionConfig, Topology
+from mindspeed_cp.plan.problem import AttentionConfig, Topology, document_pairs
 from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.schema.numbers import check_count
 

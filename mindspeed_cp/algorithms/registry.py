@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mindspeed_cp.algorithms.latent_choice import choose_latents
 from mindspeed_cp.algorithms.options import AlgorithmOption, read_options
+from mindspeed_cp.algorithms.simulated_choice import choose_latents
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan.problem import AttentionConfig, Topology, documents_error
@@ -43,7 +43,7 @@ class Algorithm:
 #: Types in which gradients of keys and values may travel.
 ReduceDtype = Literal["float32", "bfloat16"]
 
-#: What travels in multi-head latent attention (:mod:`mindspeed_cp.algorithms.latent_choice`).
+#: What travels in multi-head latent attention (:mod:`mindspeed_cp.algorithms.simulated_choice`).
 Latents = Literal["auto", "on", "off"]
 
 

@@ -12,8 +12,7 @@ import numpy as np
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout.blocks import Blocks, checked_blocks
 from mindspeed_cp.layout.host_arrays import as_integers
-from mindspeed_cp.layout.trajectories import TreeTargets, shared_prefixes, tree_targets
-from mindspeed_cp.layout.trees import Trees, checked_parents
+from mindspeed_cp.layout.trees import Trees, TreeTargets, checked_parents, shared_prefixes, tree_targets
 from mindspeed_cp.schema.numbers import is_int
 
 MAX_TOKENS = 2**31 - 1  # cumulative lengths are int32 in every fused attention operator
@@ -206,7 +205,7 @@ class Documents:
 
         Returns:
             The documents, their tokens, and the tree token of each trajectory's token
-            (:class:`mindspeed_cp.layout.trajectories.PackedTrajectories`).
+            (:class:`mindspeed_cp.layout.trees.PackedTrajectories`).
 
         Raises:
             ConfigError: a trajectory is not a list of token numbers, or has none, or no two share a prefix.

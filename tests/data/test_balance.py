@@ -18,7 +18,7 @@ from mindspeed_cp.data.balance import Assignment
 from mindspeed_cp.data.packing import DOC_CHUNK
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import AttentionConfig
-from mindspeed_cp.plan.pairs import visible_pairs
+from mindspeed_cp.plan.problem import visible_pairs
 from tests.data.corpora import law
 
 BOUND = 64

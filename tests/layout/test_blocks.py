@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents
 from mindspeed_cp.layout import contiguous
-from mindspeed_cp.plan.pairs import document_pairs, run_pairs
+from mindspeed_cp.plan.problem import document_pairs, run_pairs
 from tests.engine.draw import blocks, parents
 
 

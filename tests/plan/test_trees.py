@@ -15,8 +15,8 @@ from mindspeed_cp import AttentionConfig, ConfigError, Documents, PlanError, Top
 from mindspeed_cp.algorithms import ALGORITHMS
 from mindspeed_cp.layout import Layout, contiguous, zigzag
 from mindspeed_cp.plan import CAUSAL, FULL, Plan
-from mindspeed_cp.plan.pairs import document_pairs
 from mindspeed_cp.plan.parts import combine, select_documents, select_layout
+from mindspeed_cp.plan.problem import document_pairs
 from mindspeed_cp.plan.tiles import count_pairs
 from mindspeed_cp.simulate.tile_work import TileCounter
 from tests.engine.cases import VARIANTS, Case

@@ -17,7 +17,7 @@ from mindspeed_cp.algorithms.placement.policy import PlacementPolicy
 from mindspeed_cp.cluster import ComputeCost, LayerCost, load_cluster
 from mindspeed_cp.cluster.cluster import cluster_of
 from mindspeed_cp.plan.transfers import HIDDEN_STATES, KEYS, REDISTRIBUTION, edge_steps, transfers
-from mindspeed_cp.simulate.linear_times import linear_times
+from mindspeed_cp.simulate.simulator import linear_times
 
 MHA = AttentionConfig(heads=32, head_dim=128)
 LAYER = LayerCost.for_attention(MHA)

@@ -8,7 +8,7 @@ import pytest
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, simulate_plan
 from mindspeed_cp.cluster import LayerCost, load_cluster
 from mindspeed_cp.plan.transfers import TRANSFER
-from mindspeed_cp.simulate.posting import posting_seconds
+from mindspeed_cp.simulate.timeline import posting_seconds
 
 MHA, NO_LINEAR, POST = AttentionConfig(heads=8, head_dim=128), LayerCost(0.0, 1024), 1e-3
 

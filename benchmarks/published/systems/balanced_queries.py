@@ -16,8 +16,8 @@ from mindspeed_cp.algorithms.kv_fetch.needs import KvFetches, KvOwners, needed_t
 from mindspeed_cp.algorithms.kv_fetch.programs import programs_of_rounds, staged
 from mindspeed_cp.layout import TOKEN_SPAN, Layout, assign_to_least_loaded, from_spans
 from mindspeed_cp.plan import Plan
-from mindspeed_cp.plan.pairs import run_pairs, visible_pairs
 from mindspeed_cp.plan.parts import combine, select_layout
+from mindspeed_cp.plan.problem import run_pairs, visible_pairs
 
 #: MagiAttention's chunks in tokens, the part of the ranks among which a chunk takes the nearest one, and stages; None:
 #: keys cross to a node once. All are tried.

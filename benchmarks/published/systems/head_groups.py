@@ -14,8 +14,8 @@ from mindspeed_cp.cluster import Cluster, ComputeCost
 from mindspeed_cp.cluster.compute import ATTENTION_BACKWARD, LINEAR_BACKWARD
 from mindspeed_cp.layout import zigzag
 from mindspeed_cp.plan import Plan
-from mindspeed_cp.plan.pairs import visible_pairs
 from mindspeed_cp.plan.parts import combine, select_documents
+from mindspeed_cp.plan.problem import visible_pairs
 
 
 def verl(case: Case) -> list[Candidate]:

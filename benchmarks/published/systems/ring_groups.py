@@ -21,7 +21,7 @@ from mindspeed_cp.algorithms.placement.placer import DocumentPlacer
 from mindspeed_cp.algorithms.placement.policy import DocumentShares, Placement, PlacementPolicy
 from mindspeed_cp.cluster import Cluster, ComputeCost, LayerCost
 from mindspeed_cp.cluster.compute import ATTENTION_BACKWARD, LINEAR_BACKWARD
-from mindspeed_cp.plan.pairs import visible_pairs
+from mindspeed_cp.plan.problem import visible_pairs
 from mindspeed_cp.plan.transfers import GRADIENT_BYTES
 
 #: `max_seqlen_per_dp_cp_rank` of dynamic context parallelism: tokens of a document that a rank takes. All are tried.

@@ -5,7 +5,7 @@ from one source). A stage is the set of keys and values that ranks fetch from no
 rounds (the first and the second halves of documents, so that the first round arrives early), and a stage for each
 distance. All keys of a round or stage lie
 in one slot in token order, so that they make as few tiles as possible. With routing
-(:mod:`mindspeed_cp.algorithms.kv_fetch.routes`) a block crosses to a node once::
+(:mod:`mindspeed_cp.algorithms.kv_fetch.schedule`) a block crosses to a node once::
 
     step            0           1           2           3           4
     computes        own         round 1     round 2     stage 1     stage 2
@@ -35,8 +35,7 @@ from mindspeed_cp.algorithms.kv_fetch.schedule import Schedule, direct_schedule,
 from mindspeed_cp.algorithms.split_local_block import LATE_SHARE, local_block_work, split_local_block
 from mindspeed_cp.layout import Layout
 from mindspeed_cp.layout.runs import concatenate_records
-from mindspeed_cp.plan.pairs import document_pairs
-from mindspeed_cp.plan.problem import AttentionConfig, Topology
+from mindspeed_cp.plan.problem import AttentionConfig, Topology, document_pairs
 from mindspeed_cp.plan.program import Program
 from mindspeed_cp.plan.records import CONTENT, Messages, sorted_contents
 

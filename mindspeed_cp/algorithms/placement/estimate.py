@@ -14,14 +14,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindspeed_cp.algorithms.kv_fetch.routes import MIN_SHARING_RANKS
+from mindspeed_cp.algorithms.kv_fetch.schedule import MIN_SHARING_RANKS
 from mindspeed_cp.algorithms.placement.policy import DocumentShares, Placement, part_weights
 from mindspeed_cp.algorithms.split_local_block import LATE_SHARE
 from mindspeed_cp.cluster import Cluster, ComputeCost, LayerCost
 from mindspeed_cp.cluster.compute import ATTENTION_BACKWARD, LINEAR_BACKWARD
 from mindspeed_cp.layout import Documents
-from mindspeed_cp.plan.pairs import document_pairs
-from mindspeed_cp.plan.problem import AttentionConfig, Topology
+from mindspeed_cp.plan.problem import AttentionConfig, Topology, document_pairs
 
 # Seconds of the phases of one direction on each rank: local blocks, split heads, fetched keys, and their overlap.
 
