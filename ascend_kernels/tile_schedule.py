@@ -140,7 +140,7 @@ def _visited_rows(table: np.ndarray, start: np.ndarray, rows: int, side: str) ->
 
 def _tile_table(tiles: np.ndarray, attention: AttentionConfig) -> np.ndarray:
     """Return int64 [tiles, 8]: q_row, q_rows, k_row, k_rows, low, high, distance, document."""
-    left, right = attention.reach
+    left, right = attention.visible_range
     distance = tiles["q_pos"] - tiles["k_pos"]
     band, causal = tiles["mask"] == BAND, tiles["mask"] == CAUSAL
     low = np.where(band, distance - left, -NO_DIAGONAL).clip(-NO_DIAGONAL, NO_DIAGONAL)

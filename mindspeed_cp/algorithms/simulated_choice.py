@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from mindspeed_cp.algorithms.kv_fetch.pieces import cut_fetches
 from mindspeed_cp.algorithms.placement.policy import Placement
-from mindspeed_cp.algorithms.placement.search import PlacementResult
+from mindspeed_cp.algorithms.placement.search import PlacementSearch
 from mindspeed_cp.cluster import Cluster, LayerCost
 from mindspeed_cp.cluster.cluster import cluster_of
 from mindspeed_cp.errors import ConfigError
@@ -23,14 +23,9 @@ SIMULATED_PLACEMENTS = ((16, 3), (128, 4), (1024, 9))
 FETCH_PIECES, LEAST_FETCH_WAITS = 2, 0.005
 
 
-def default_simulations(ranks: int) -> int:
-    """Return how many placements are simulated by default."""
-    return next((count for most, count in SIMULATED_PLACEMENTS if ranks <= most), 1)
-
-
 def fastest(
     plans: dict[Placement, Plan],
-    result: PlacementResult,
+    result: PlacementSearch,
     build: Callable[[Placement], Plan | None],
     levelled: int,
     cluster: Cluster,

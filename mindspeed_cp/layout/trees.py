@@ -78,13 +78,6 @@ class Trees:
         sums = np.concatenate([[0], np.cumsum(self.lengths[self.ancestors])])
         return sums[self.ancestor_offsets[1:]] - sums[self.ancestor_offsets[:-1]]
 
-    @cached_property
-    def subtree_ends(self) -> np.ndarray:
-        """Number of the first document after each document's subtree."""
-        out = np.arange(1, len(self.parents) + 1)
-        np.maximum.at(out, self.ancestors, np.repeat(out.copy(), self.depths))
-        return out
-
     @property
     def leaves(self) -> np.ndarray:
         """Documents that no other continues, int64 [leaves]."""

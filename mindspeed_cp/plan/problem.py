@@ -16,7 +16,7 @@ from mindspeed_cp.schema.numbers import check_count, is_int
 
 MASKS = ("causal", "full")
 
-#: Reach without limit: no document exceeds it, as lengths are below 2**31.
+#: Visible range without limit: no document exceeds it, as lengths are below 2**31.
 UNLIMITED = 2**31
 
 #: Upper limit of the number of ranks.
@@ -183,7 +183,7 @@ class AttentionConfig:
         return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @cached_property
-    def reach(self) -> tuple[int, int]:
+    def visible_range(self) -> tuple[int, int]:
         """(left, right): a query at position p sees positions p - left .. p + right; UNLIMITED: no limit."""
         left, right = (-1, -1) if self.window is None else self.window
         right = 0 if self.mask == "causal" else right
@@ -373,7 +373,7 @@ def visible_pairs(lengths: np.ndarray, kv_lengths: np.ndarray, attention: Attent
     Returns:
         fp64 [documents].
     """
-    left, right = attention.reach
+    left, right = attention.visible_range
     pairs = _sum_of_clipped_line(lengths, right + 1, kv_lengths) - _sum_of_clipped_line(lengths, -left, kv_lengths)
     return pairs.astype(np.float64)
 
@@ -411,7 +411,7 @@ def run_pairs(
     begin, end = (visible_pairs(token + first, keys_on_path, attention) for token in (start, stop))
     pairs = end - begin
     if queries.blocks is not None:
-        added = [queries.blocks.pairs_before(token, attention.reach[0]) for token in (start, stop)]
+        added = [queries.blocks.pairs_before(token, attention.visible_range[0]) for token in (start, stop)]
         pairs += added[1] - added[0]
     return pairs
 

@@ -204,7 +204,7 @@ def _tiles_by_position(
 ) -> np.ndarray:
     """Derive one tile for each pair of a span of queries and a run of keys that see each other, trimmed to the rows
     that do; for queries in a block, of the keys before the block."""
-    left, right = attention.reach
+    left, right = attention.visible_range
     q_spans, q_row = queries.spans, queries.row
     run_row, run_start, run_stop = _key_runs(k_spans)
 
@@ -308,7 +308,7 @@ def count_pairs(tiles: np.ndarray, attention: AttentionConfig) -> np.ndarray:
 def visible_keys(tiles: np.ndarray, attention: AttentionConfig) -> tuple[np.ndarray, np.ndarray]:
     """Return the first and last-plus-one key row, relative to the tile, that each q row of BAND tiles sees; int64 [q
     rows of all tiles] each."""
-    left, right = attention.reach
+    left, right = attention.visible_range
     q_rows = tiles["q_rows"]
     position = ragged_arange(tiles["q_pos"], q_rows) - np.repeat(tiles["k_pos"], q_rows)
     rows = np.repeat(tiles["k_rows"], q_rows)

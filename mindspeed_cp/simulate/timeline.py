@@ -23,7 +23,7 @@ class Timeline:
 
     Attributes:
         total: seconds until the last rank is done.
-        compute: attention of each rank, both directions: kernels, and the posting of messages, fp64 [ranks].
+        compute: attention of each rank, both directions: kernels, and the launch of messages, fp64 [ranks].
         linear: linear layers of each rank, including projections, both directions, fp64 [ranks].
         waiting: total - compute - linear: waits for messages, and for other ranks at the end, fp64 [ranks].
         steps_forward, steps_backward: (start, computed, end) of each rank's timeline steps, fp64 [ranks, steps, 3]: the
@@ -87,10 +87,10 @@ class Timeline:
         busy = self.compute + self.linear
         return float(busy.max() / busy.mean()) if busy.mean() > 0 else 1.0
 
-    def posting(self, direction: str) -> np.ndarray:
+    def launch_overhead(self, direction: str) -> np.ndarray:
         """Return the part of `compute` in which ranks post messages, in each timeline step, fp64 [ranks, steps]."""
         steps = step_count(self.plan, direction)
-        return posting_seconds(self.transfers(direction), self.ranks, steps, self.cluster.posting)
+        return launch_overheads(self.transfers(direction), self.ranks, steps, self.cluster.posting)
 
     @property
     def exposed(self) -> np.ndarray:
@@ -152,18 +152,19 @@ def _overlap(union: np.ndarray, start: np.ndarray, stop: np.ndarray) -> float:
     return float((covered_before(stop) - covered_before(start)).sum())
 
 
-# Seconds in which ranks post messages: :attr:`mindspeed_cp.cluster.Cluster.posting` for each.
+# Launch overhead of messages: the seconds in which a rank posts them, :attr:`mindspeed_cp.cluster.Cluster.posting` for
+# each.
 
 
-def posting_seconds(table: np.ndarray, ranks: int, steps: int, seconds: float) -> np.ndarray:
-    """Return the seconds that each rank spends on posting in each step, fp64 [ranks, steps].
+def launch_overheads(table: np.ndarray, ranks: int, steps: int, seconds: float) -> np.ndarray:
+    """Return the seconds that each rank spends on the launch of messages in each step, fp64 [ranks, steps].
 
     A message is posted by both of its ends; an exchange is posted once by every rank, whatever it carries.
 
     Args:
         table: records of dtype :data:`mindspeed_cp.plan.transfers.TRANSFER`.
         ranks, steps: numbers of ranks and of timeline steps.
-        seconds: of one post.
+        seconds: of the launch of one message.
     """
     out = np.zeros((ranks, steps))
     if seconds == 0 or not len(table):

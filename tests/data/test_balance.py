@@ -232,7 +232,7 @@ def test_it_beats_packing_by_tokens_and_is_at_least_about_as_good_as_differencin
 def test_visible_pairs_are_counted_exactly(length: int, left: int, mask: str, right: int) -> None:
     window = (left, 0 if mask == "causal" else right)
     attention = AttentionConfig(1, mask=mask, window=window)
-    reach = attention.reach
+    reach = attention.visible_range
     pairs = sum(1 for q in range(length) for k in range(length) if -reach[1] <= q - k <= reach[0])
     assert visible_pairs(np.array([length]), np.array([length]), attention)[0] == pairs
 

@@ -43,7 +43,7 @@ def test_cuts_and_counts_are_those_of_the_tokens(
         assert documents.blocks is None
         return
     attention = AttentionConfig(1, window=window)
-    pairs = visible(documents, attention.reach[0]).sum(1)
+    pairs = visible(documents, attention.visible_range[0]).sum(1)
     token = np.arange(documents.tokens)
     doc = documents.document_of(token)
     assert documents.blocks is not None

@@ -142,7 +142,8 @@ def _programs(
     """
     contents, spans = slot_contents(keys, times)
     capacity = slot_capacity(keys, times)
-    fetch = concatenate_messages([hop.fetch() for hop in times.hops])
+    messages = [hop.messages() for hop in times.hops]
+    fetch = concatenate_messages([fetch for fetch, _ in messages])
     documents, none = keys.documents, Messages.empty()
     if not len(fetch):
         steps = times.steps
@@ -152,7 +153,7 @@ def _programs(
         forward = Program(steps, capacity, queries, documents, attention, contents, spans, fetch, none)
         return forward, forward
     forward = Program(times.steps, capacity, queries, documents, attention, contents, spans, fetch, none)
-    reduce = concatenate_messages([hop.reduce() for hop in times.hops])
+    reduce = concatenate_messages([reduce for _, reduce in messages])
     contents, spans = split_local_block(queries, keys, attention, contents, spans, shares)
     return forward, Program(
         times.last + 1, capacity, queries, documents, attention, contents, spans, fetch, reduce
@@ -179,7 +180,9 @@ def slot_contents(keys: Layout, times: Schedule) -> tuple[np.ndarray, np.ndarray
         received["first"], received["count"] = total + first, fetches.slot_ends - first
         spans.append(fetches.spans_of(fetches.dst))
         total += len(fetches)
-        contents.append(received[np.logical_or.reduceat(buffer.needed, first)] if len(first) else received)
+        if buffer.needed is not None and len(first):
+            received = received[np.logical_or.reduceat(buffer.needed, first)]
+        contents.append(received)
     return sorted_contents(concatenate_records(contents)), concatenate_records(spans)
 
 
@@ -216,13 +219,9 @@ def _rounds(needs: NeededTokens, held: KvOwners, keys: Layout, topology: Topolog
     inside, across = fetches[near], fetches[~near]
     middle = keys.documents.offsets[inside.doc] + (keys.documents.lengths[inside.doc] + 1) // 2
     stage = nodes_apart(keys, per_node, across.doc, src_node[~near], dst_node[~near])
-    return _halves(inside, middle).sorted_by_slot(), replace(across, stage=stage).sorted_by_slot()
-
-
-def _halves(fetches: KvFetches, middle: np.ndarray) -> KvFetches:
-    """Move the tokens before `middle` in stage 0 and the rest in stage 1."""
-    drop = np.maximum(middle - fetches.start, 0)
-    first = replace(fetches, stop=np.minimum(fetches.stop, middle))
-    second = replace(fetches.shortened(drop, fetches.rows - drop), stage=np.ones(len(fetches), np.int64))
-    both = KvFetches.concatenate([first, second])
-    return both[both.stop > both.start]
+    drop = np.maximum(middle - inside.start, 0)
+    first = replace(inside, stop=np.minimum(inside.stop, middle))
+    second = replace(inside.shortened(drop, inside.rows - drop), stage=np.ones(len(inside), np.int64))
+    halves = KvFetches.concatenate([first, second])
+    halves = halves[halves.stop > halves.start]
+    return halves.sorted_by_slot(), replace(across, stage=stage).sorted_by_slot()

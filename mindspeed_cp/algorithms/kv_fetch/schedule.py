@@ -7,7 +7,6 @@ its own tiles read. A stage whose slot is in use is posted when the gradient of 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 
@@ -46,24 +45,13 @@ class Hop:
     src_slot: np.ndarray
     dst_slot: np.ndarray
 
-    def fetch(self) -> Messages:
-        """Return the messages that carry keys and values."""
-        messages, number = self._messages
-        items = messages.items.copy()
-        items["start"], items["done"] = self.start[number], self.done[number]
-        return Messages(items, messages.runs)
-
-    def reduce(self) -> Messages:
-        """Return the messages that carry gradients."""
-        messages, number = self._messages
-        out = messages.reversed()
-        out.items["start"], out.items["done"] = self.back[number], self.back_done[number]
-        return out
-
-    @cached_property
-    def _messages(self) -> tuple[Messages, np.ndarray]:
-        """Messages without steps, and the round of each."""
-        return messages_of(self.fetches, self.src_slot, self.dst_slot)
+    def messages(self) -> tuple[Messages, Messages]:
+        """Return the messages that carry keys and values, and those that carry their gradients back."""
+        fetch, stage = messages_of(self.fetches, self.src_slot, self.dst_slot)
+        reduce = fetch.reversed()
+        fetch.items["start"], fetch.items["done"] = self.start[stage], self.done[stage]
+        reduce.items["start"], reduce.items["done"] = self.back[stage], self.back_done[stage]
+        return fetch, reduce
 
 
 class _SlotAllocator:
@@ -86,18 +74,13 @@ class Buffer:
     Attributes:
         fetches: what lies in them; those of one (stage, dst) lie side by side.
         step, slot: of each stage, int64 [stages].
-        needed: True if the rank itself needs the tokens, bool [fetches].
+        needed: True if the rank itself needs the tokens, bool [fetches]; None: it needs all.
     """
 
     fetches: KvFetches
     step: np.ndarray
     slot: np.ndarray
-    needed: np.ndarray
-
-    @staticmethod
-    def of(fetches: KvFetches, step: np.ndarray, slot: np.ndarray) -> Buffer:
-        """Return a buffer whose tokens are all needed."""
-        return Buffer(fetches, step, slot, np.ones(len(fetches), bool))
+    needed: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -147,7 +130,7 @@ def schedule(
     zero = np.zeros(inner, np.int64)
     late = np.minimum(at_rounds + 2, last)
     own_node = Hop(rounds, zero, at_rounds - 1, at_rounds + 1, late, zero, in_rounds)
-    return Schedule([own_node, *hops], [Buffer.of(rounds, at_rounds, in_rounds), *buffers], steps, last)
+    return Schedule([own_node, *hops], [Buffer(rounds, at_rounds, in_rounds), *buffers], steps, last)
 
 
 def _direct_hops(
@@ -162,7 +145,7 @@ def _direct_hops(
     back_done = stage_step + 1 if reused else np.minimum(stage_step + 2, inner + stages + 1)
     hop = Hop(crossing, start, stage_step - 1, stage_step + 1, back_done, np.zeros_like(stage_step), slot)
     steps = 1 + inner + stages
-    return [hop], [Buffer.of(crossing, stage_step, slot)], steps, steps
+    return [hop], [Buffer(crossing, stage_step, slot)], steps, steps
 
 
 def _routed_hops(
@@ -202,7 +185,7 @@ def _routed_hops(
             Hop(dispatch, crosses - 1, crosses - 1, home, home, zero, in_h),
             Hop(helped, crosses, stage_step - prefetch - 1, stage_step + 2, home - 1, in_h, in_r),
         ]
-    buffers = [Buffer.of(forward, stage_step, in_s), Buffer(resident, stage_step, in_r, routes.used)]
+    buffers = [Buffer(forward, stage_step, in_s), Buffer(resident, stage_step, in_r, routes.used)]
     return hops, buffers, int(stage_step[-1]) + 1, int(home[-1]) - (not help_first)
 
 
@@ -235,7 +218,7 @@ def direct_schedule(fetches: KvFetches, prefetch: int) -> Schedule:
     posted, computed, last = np.maximum(0, number + 1 - prefetch), number + 1, rounds + 1
     returned = np.minimum(computed + prefetch, last)  # when the slot is filled again
     hop = Hop(fetches, posted, number, computed + 1, returned, np.zeros_like(slot), slot)
-    return Schedule([hop], [Buffer.of(fetches, computed, slot)], rounds + 1, last)
+    return Schedule([hop], [Buffer(fetches, computed, slot)], rounds + 1, last)
 
 
 # Routes of keys and values between nodes: over which NICs they cross, once to each node that needs them.
@@ -291,7 +274,8 @@ def route(needs: NeededTokens, held: KvOwners, keys: Layout, nodes: int, per_nod
         nodes, per_node: number of nodes, and of ranks on each.
     """
     node_of = np.arange(nodes * per_node) // per_node
-    crossing = held.fetch_list(needs.grouped(node_of, keys.documents.tokens))  # dst is a node
+    of_nodes = NeededTokens.union(node_of[needs.taker], needs.first, needs.last, keys.documents.tokens)
+    crossing = held.fetch_list(of_nodes)  # dst is a node
     crossing = crossing[crossing.src // per_node != crossing.dst]
     stage = nodes_apart(keys, per_node, crossing.doc, crossing.src // per_node, crossing.dst)
     parts, helper = _helpers(replace(crossing, stage=stage), nodes, per_node)
@@ -310,7 +294,12 @@ def route(needs: NeededTokens, held: KvOwners, keys: Layout, nodes: int, per_nod
 
     at_relay = KvOwners(resident.spans_of(resident.dst), resident.dst_row, resident.dst // per_node)
     forward = at_relay.fetch_list(needs, node_of)
-    source = _resident_of(resident, forward, per_node)
+    # The run in its relay's slot that each forwarded run is a part of.
+    stride = int(resident.stop.max(initial=0)) + 1
+    key = (resident.dst // per_node) * stride + resident.start
+    order = np.argsort(key, kind="stable")
+    wanted = (forward.src // per_node) * stride + forward.start
+    source = order[np.searchsorted(key[order], wanted, "right") - 1]
     used = np.zeros(len(resident), bool)
     used[source[forward.src == forward.dst]] = True
     forward = replace(forward, stage=resident.stage[source])
@@ -326,15 +315,6 @@ def _relays(doc: np.ndarray, node: np.ndarray, seat: np.ndarray, keys: Layout, p
     count = np.searchsorted(held, doc * keys.ranks + (node + 1) * per_node) - first
     member = held[np.minimum(first + seat % np.maximum(count, 1), len(held) - 1)] - doc * keys.ranks
     return np.where(count >= MIN_SHARING_RANKS * per_node, member, node * per_node + seat)
-
-
-def _resident_of(resident: KvFetches, forward: KvFetches, per_node: int) -> np.ndarray:
-    """Return, for each forwarded run of tokens, the index of the run in its relay's slot that it is a part of."""
-    stride = int(resident.stop.max(initial=0)) + 1
-    key = (resident.dst // per_node) * stride + resident.start
-    order = np.argsort(key, kind="stable")
-    wanted = (forward.src // per_node) * stride + forward.start
-    return order[np.searchsorted(key[order], wanted, "right") - 1]
 
 
 def _helpers(crossing: KvFetches, nodes: int, per_node: int) -> tuple[KvFetches, np.ndarray]:

@@ -305,12 +305,13 @@ def _check_masks(tiles: np.ndarray, attention: AttentionConfig, where: str) -> N
     """Raise PlanError unless every row of a band tile sees a key, and every key is seen; and causal tiles are of
     queries that see no later key and, if positions matter, end at one position on both sides and lie in the window.
 
-    Operators make the masks of some calls from the attention's reach and the positions of a tile, not from its mask.
+    Operators make the masks of some calls from the attention's visible range and the positions of a tile, not from its
+    mask.
     """
     tiles = tiles[tiles["mask"] != FULL]
     if not len(tiles):
         return
-    left, right = attention.reach
+    left, right = attention.visible_range
     q_rows, k_rows, ahead = tiles["q_rows"], tiles["k_rows"], tiles["q_pos"] - tiles["k_pos"]
     is_band, is_causal = tiles["mask"] == BAND, tiles["mask"] == CAUSAL
     sees_no_key = is_band & ((ahead + right < 0) | (ahead + q_rows - 1 - left >= k_rows))

@@ -355,7 +355,7 @@ class _LayerSimulator:
         bytes_sent = traffic(plan, self._element_bytes)
         timeline = simulate_plan(plan, self._cluster, layer)
         forward, is_attention = timeline.steps_forward, timeline.is_attention("forward")
-        posting, posting_backward = (timeline.posting(direction) for direction in ("forward", "backward"))
+        posting, posting_backward = (timeline.launch_overhead(direction) for direction in ("forward", "backward"))
         linear = linear_times(plan, ComputeCost(self._cluster, plan.attention, layer), backward=False)
         granularity = self._settings.model.recompute_granularity
         recomputes, full = int(granularity is not None), int(granularity == "full")
