@@ -18,7 +18,7 @@ NO_DIAGONAL = 2**30
 
 #: (rows of a program's own block, rows of a block that it visits), by device type, bytes per element and kernel. The
 #: own block has queries, in "dkdv" keys. GPUs: with LAUNCH_OPTIONS, the fastest or near it of those timed on an H200 at
-#: 128 channels (`python -m benchmarks.tile_blocks`, docs/kernels.md) that fit the 99 KiB of shared memory of compute
+#: 128 channels (docs/kernels.md) that fit the 99 KiB of shared memory of compute
 #: capability 8.6 and 8.9 there. NPUs: what fits their buffers by size; CANN's compiler has not seen them.
 BLOCK_ROWS = {
     "cuda": {
@@ -140,7 +140,7 @@ def _visited_rows(table: np.ndarray, start: np.ndarray, rows: int, side: str) ->
 
 def _tile_table(tiles: np.ndarray, attention: AttentionConfig) -> np.ndarray:
     """Return int64 [tiles, 8]: q_row, q_rows, k_row, k_rows, low, high, distance, document."""
-    left, right = attention.reach
+    left, right = attention.visible_range
     distance = tiles["q_pos"] - tiles["k_pos"]
     band, causal = tiles["mask"] == BAND, tiles["mask"] == CAUSAL
     low = np.where(band, distance - left, -NO_DIAGONAL).clip(-NO_DIAGONAL, NO_DIAGONAL)

@@ -28,8 +28,7 @@ import numpy as np
 
 from benchmarks.data import real_lengths_folder
 from benchmarks.dispatch_baselines import first_fit, in_order, karmarkar_karp
-from benchmarks.pipeline import print_pipeline_rows
-from benchmarks.pool import Batch, PoolCase, print_pool_rows
+from benchmarks.pool import Batch, PoolCase, print_pipeline_rows, print_pool_rows
 from mindspeed_cp import AttentionConfig
 from mindspeed_cp.cluster import LayerCost, load_cluster
 from mindspeed_cp.data import DocumentCost, Packer, assign

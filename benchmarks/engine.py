@@ -25,11 +25,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks.arguments import Arguments
 from benchmarks.host import host_rows
-from benchmarks.runs import DIM, HEADS, Run, ideal, packed_lengths, planned
-from benchmarks.timing import median_us
-from benchmarks.virtual_ranks import add_arguments, report
+from benchmarks.timing import Arguments, median_us
+from benchmarks.virtual_ranks import DIM, HEADS, Run, add_arguments, ideal, packed_lengths, planned, report
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, context_parallel_attention
 from mindspeed_cp.ops.attention import attention, attention_backward
 from mindspeed_cp.ops.host_memory import keep_freed_memory

@@ -28,9 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.data import HEADS, real_lengths_folder
-from benchmarks.length_sets import SETS
-from benchmarks.topologies import place_of
+from benchmarks.data import HEADS, SETS, place_of, real_lengths_folder
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
 from mindspeed_cp.algorithms.hierarchical import choose_placement
 from mindspeed_cp.cluster.cluster import cluster_of

@@ -28,7 +28,7 @@ from mindspeed_cp import AttentionConfig, Documents, Plan, Topology, build_plan,
 from mindspeed_cp.cluster import load_cluster
 from mindspeed_cp.engine import attend_in_process
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.plan.pairs import document_pairs
+from mindspeed_cp.plan.problem import document_pairs
 from mindspeed_cp.simulate.simulator import simulate_plan
 
 #: Batches whose median document is shorter are not shrunk.

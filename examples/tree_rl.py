@@ -37,7 +37,7 @@ from tree_rl_data import VOCABULARY, Trajectory, answers, branches
 
 from mindspeed_cp import Documents, Topology
 from mindspeed_cp.integrations import huggingface as cp
-from mindspeed_cp.plan.pairs import document_pairs
+from mindspeed_cp.plan.problem import document_pairs
 
 CLIP = 0.2  # GRPO's range of ratios: 1 - CLIP to 1 + CLIP
 TOLERANCE = 1e-5

@@ -1,6 +1,6 @@
 """A small cluster on one machine: real processes, real messages, links with limits.
 
-    python -m benchmarks.cluster [rails] [mesh] [layer] [clean]     all three measurements, if none is named
+    python -m benchmarks.cluster [mesh] [layer] [clean]     both measurements, if none is named
         [--preset a800] [--nodes 2] [--ranks-per-node 4] [--rate 100] [--in-node preset|free|mesh|switch]
         [--sets wikipedia prolong one] [--batches 5] [--tokens 4096] [--lengths-folder DIR] [--seed 0]
         [--heads 32] [--kv-heads 32] [--head-dim 128] [--wire-dim 2] [--linear]
@@ -11,16 +11,12 @@ pairs of interfaces limited by tc (`network.py` draws it); gloo carries the byte
 program's process number, and is removed at the end, on failure and on Ctrl-C. Only if the program itself is killed
 (SIGKILL) something stays: `clean` removes what such runs left, and nothing else.
 
-rails   One message between two nodes, over one NIC and over all; links in a node have no limit, but with --in-node.
 mesh    One node with a link for each pair of ranks (preset a2): the ring against direct.
 layer   Forward and backward of one attention layer by the project's engine, with plans of build_plan, for batches drawn
         from the lengths of real documents, and for one long document. The time is that of the slowest rank, from one
         moment that all ranks agree on; a figure is the median of the repeats of a batch, then mean, minimum and
         maximum over batches. With --linear the layer's linear part takes its modelled time as well: only then does it
         show what a layout of its own for it (remap) is worth.
-
-Programs of their own on such a cluster: `python -m benchmarks.cluster.pool` (one pool of all ranks against static
-replicas, on 64 ranks) and `python -m benchmarks.cluster.doctor_day` (a rehearsal of `doctor`).
 
 What is real: processes, plans, engine, messages, their bytes, NICs that fill up, waits. What is modelled: with
 --kernels modelled (the default) kernels sleep for the time that the cost model gives them (`modelled.py`), since

@@ -16,14 +16,13 @@ from typing import Any
 import benchmarks.cluster
 from benchmarks.cluster import show, validate
 from benchmarks.cluster.fabric import ENDING, ClusterError, clean, cluster, leftovers, missing, run_ranks, terminated
-from benchmarks.cluster.scale import IN_NODE, Scale
-from benchmarks.cluster.variants import BASE, USUAL, VARIANTS, Batch, batches_of, plan_for
+from benchmarks.cluster.scale import BASE, IN_NODE, USUAL, VARIANTS, Batch, Scale, batches_of, plan_for
 from benchmarks.cluster.worker import Job
 from benchmarks.data import REAL_LENGTHS
 from mindspeed_cp import AttentionConfig
 from mindspeed_cp.errors import ConfigError
 
-MEASUREMENTS = ("rails", "mesh", "layer")
+MEASUREMENTS = ("mesh", "layer")
 MESH = (BASE, "direct, even split, all at once", "all_gather", "hierarchical + routing")
 
 
@@ -33,12 +32,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "python -m benchmarks.cluster", description=benchmarks.cluster.__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("what", nargs="*", metavar="rails|mesh|layer|clean", help="default: rails mesh layer")
+    parser.add_argument("what", nargs="*", metavar="mesh|layer|clean", help="default: mesh layer")
     parser.add_argument("--preset", help="a cluster of configs/clusters, or a file; default: a800, for mesh a2")
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--ranks-per-node", type=int, default=4)
     parser.add_argument("--rate", type=float, default=100.0, help="Mbit/s of an emulated NIC")
-    parser.add_argument("--in-node", choices=IN_NODE, help="limits of links in a node; default: preset, for rails free")
+    parser.add_argument("--in-node", choices=IN_NODE, help="limits of links in a node; default: preset")
     parser.add_argument(
         "--sets", nargs="+", default=["wikipedia", "prolong", "one"], help="of lengths; one: one document"
     )
@@ -57,7 +56,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=VARIANTS, metavar="NAME", help=f"of: {'; '.join(VARIANTS)}")
     parser.add_argument("--kernels", choices=("modelled", "run"), default="modelled")
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--message", type=float, default=8.0, help="MB of the message of rails")
     parser.add_argument("--json", type=Path, help="write all figures there")
     parser.add_argument(
         "--validate", action="store_true", help="only: the simulator's layer times beside measured ones"
@@ -100,23 +98,6 @@ def measure(job: Job, console: Any) -> list[show.Row]:
             command = [sys.executable, "-m", "benchmarks.cluster.worker", str(path)]
             run_ranks(names, job.shape, lambda rank: [*command, str(rank)], Path(folder), watch)
         return [json.loads(line) for line in results.read_text().splitlines()]
-
-
-def rails(args: argparse.Namespace, console: Any) -> dict[str, Any]:
-    """Measure one message over one NIC and over all."""
-    scale = scale_of(args, "a800")
-    in_node = args.in_node or "free"
-    nics = dataclasses.replace(scale.shape(2, in_node), nics=args.ranks_per_node)
-    size = int(args.message * 1e6) // 2 * 2
-    repeat = 3 * args.repeat  # a message is short
-    rows = measure(Job(nics, scale, "", repeat=repeat, message=size), console)
-    limit = "without limits" if nics.link_rate is None else f"of {nics.link_rate / 1e6:.0f} Mbit/s"
-    title = (
-        f"{size / 1e6:g} MB from one node to another, {nics.nics} NICs in a node of {args.rate:g} Mbit/s each way, "
-        f"links in a node {limit}; medians of {repeat}"
-    )
-    console.print(show.message_table(title, rows, nics, size))
-    return {"what": "rails", "title": title, "rows": rows}
 
 
 def validation(args: argparse.Namespace, console: Any) -> dict[str, Any]:
@@ -218,8 +199,6 @@ def run(args: argparse.Namespace) -> None:
     if args.validate:
         out.append(validation(args, console))
         args.what = []
-    if "rails" in args.what:
-        out.append(rails(args, console))
     if "mesh" in args.what:
         names = args.only or list(MESH)
         out += layers(args, console, "mesh", "a2", 1, args.in_node or "mesh", names)

@@ -143,26 +143,6 @@ def layer_table(title: str, all_figures: Sequence[Figure], factor: float | None,
     return table
 
 
-def message_table(title: str, rows: Sequence[Row], shape: Shape, size: int) -> Table:
-    """Return the table of one message's ways."""
-    table = Table(title=title, title_justify="left")
-    for head in ("", "ms", "ratio", "share of one NIC's rate", "busiest NIC: MB"):
-        table.add_column(head, justify="left" if not head else "right")
-    times = medians(rows)
-    first = next(iter(times.values()))
-    for variant, seconds in times.items():
-        most = statistics.median(busiest_nic(row, shape) for row in rows if row["variant"] == variant)
-        share = size * 8 / shape.nic_rate / seconds
-        table.add_row(variant, f"{seconds * 1e3:.0f}", f"{first / seconds:.2f}", f"{share:.2f}", f"{most / 1e6:.2f}")
-    return table
-
-
-def medians(rows: Sequence[Row]) -> dict[str, float]:
-    """Return the median seconds of each variant."""
-    names = dict.fromkeys(row["variant"] for row in rows)
-    return {name: statistics.median(row["seconds"] for row in rows if row["variant"] == name) for name in names}
-
-
 def console() -> Console:
     """Return a console that is wide enough for the tables if the output is not a terminal."""
     console = Console()

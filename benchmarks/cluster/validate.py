@@ -15,9 +15,8 @@ from itertools import combinations
 
 from rich.table import Table
 
-from benchmarks.cluster.scale import Scale
+from benchmarks.cluster.scale import BASE, Batch, Scale, plan_for
 from benchmarks.cluster.show import Row
-from benchmarks.cluster.variants import BASE, Batch, plan_for
 from mindspeed_cp import simulate_plan
 from mindspeed_cp.cluster import LayerCost
 

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import pickle
+import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.cluster.forked import end_with_parent
-from benchmarks.cluster.layer import DTYPE, busy_seconds, layer_run, planned_bytes
-from benchmarks.cluster.modelled import ModelledAttention
+from benchmarks.cluster.layer import ModelledAttention, busy_seconds, count_sent_bytes, layer_run, planned_bytes
 from benchmarks.cluster.network import Shape
-from benchmarks.cluster.rails import MESSAGES
-from benchmarks.cluster.scale import Scale
-from benchmarks.cluster.variants import Batch, narrowed, plan_for
-from benchmarks.wire import count_sent_bytes
+from benchmarks.cluster.scale import Batch, Scale, narrowed, plan_for
 from mindspeed_cp.cluster import ComputeCost
 from mindspeed_cp.ops.host_memory import keep_freed_memory
 
-AHEAD = 0.05  # seconds between agreeing on a start and the start, for a few ranks
+AHEAD = 0.05  # seconds between agreeing on a start and the start
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,6 @@ class Job:
         repeat: runs of each.
         kernels: "modelled" or "run".
         linear: the layer's linear part takes its modelled time too.
-        message: bytes of the message that is sent over one NIC and over all; 0: a layer is measured.
     """
 
     shape: Shape
@@ -54,7 +49,6 @@ class Job:
     repeat: int = 3
     kernels: str = "modelled"
     linear: bool = False
-    message: int = 0
 
 
 class Rank:
@@ -63,19 +57,17 @@ class Rank:
     Attributes:
         job: of all ranks.
         rank: of this one.
-        ahead: seconds between agreeing on a start and the start.
     """
 
-    def __init__(self, job: Job, rank: int, ahead: float = AHEAD) -> None:
-        self.job, self.rank, self.ahead = job, rank, ahead
+    def __init__(self, job: Job, rank: int) -> None:
+        self.job, self.rank = job, rank
         self._results = Path(job.folder, "results.jsonl")
 
-    def time(self, run: Callable[[], None], peers: Sequence[int] | None = None, **told: Any) -> None:
+    def time(self, run: Callable[[], None], **told: Any) -> None:
         """Run on all ranks from one moment on; rank 0 writes down the time of the slowest, and everybody's counters.
 
         Args:
             run: this rank's part.
-            peers: ranks of the group in which it runs; None: all.
             told: written beside the figures.
         """
         with count_sent_bytes() as sent:
@@ -89,7 +81,7 @@ class Rank:
             elapsed = time.monotonic() - asked
         handed = [0] * self.job.shape.ranks
         for peer, size in sent.items():
-            handed[peer if peers is None else peers[peer]] = size
+            handed[peer] = size
         figures = {
             "seconds": spent, "handed": handed,
             "cores": cpu / elapsed, "own": own / elapsed,
@@ -108,7 +100,7 @@ class Rank:
     def _start(self) -> float:
         """Return one starting time for all ranks, which share the clock of the machine."""
         dist.barrier()
-        moment = torch.tensor([time.monotonic() + self.ahead], dtype=torch.float64)
+        moment = torch.tensor([time.monotonic() + AHEAD], dtype=torch.float64)
         dist.broadcast(moment, 0)
         begin = float(moment)
         time.sleep(max(0.0, begin - time.monotonic()))
@@ -156,35 +148,27 @@ def layer(rank: Rank) -> None:
                 )  # fmt: skip
 
 
-def connect(elements: int = 1 << 18, group: dist.ProcessGroup | None = None) -> None:
-    """Send a message between every two ranks of a group, so that connections are up and their windows open.
-
-    Args:
-        elements: of the message, 4 bytes each.
-        group: None: all processes.
-    """
-    me, ranks = dist.get_rank(group), dist.get_world_size(group)
+def connect(elements: int = 1 << 18) -> None:
+    """Send messages of `elements` x 4 bytes between every two ranks, so that connections are up and their windows
+    open."""
+    me, ranks = dist.get_rank(), dist.get_world_size()
     for distance in range(1, ranks):
         to, by = ((me + sign * distance) % ranks for sign in (1, -1))
         works = [
-            dist.isend(torch.zeros(elements), group=group, group_dst=to),
-            dist.irecv(torch.empty(elements), group=group, group_src=by),
+            dist.isend(torch.zeros(elements), to),
+            dist.irecv(torch.empty(elements), by),
         ]
         for work in works:
             assert work is not None
             work.wait()
 
 
-def message(rank: Rank) -> None:
-    """Send one message from the last rank of node 0 to the first of node 1, by every way."""
-    data = torch.ones(rank.job.message // DTYPE.itemsize, dtype=DTYPE)
-    per_node = rank.job.shape.ranks_per_node
-    for repeat in range(rank.job.repeat):
-        for name, send in MESSAGES.items():
-            data.fill_(repeat + 1 if rank.rank == per_node - 1 else 0)
-            rank.time(partial(send, rank.rank, per_node, data), variant=name, repeat=repeat)
-            if rank.rank == per_node and not bool((data == repeat + 1).all()):
-                raise SystemExit(f"{name}: the message did not arrive as it was sent")
+def end_with_parent() -> None:
+    """End this process when the program that started it ends, even if that is killed."""
+    parent = os.getppid()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        raise SystemExit("the program that started this rank is gone")
 
 
 def main() -> None:
@@ -196,7 +180,7 @@ def main() -> None:
     dist.init_process_group("gloo", init_method=f"file://{job.folder}/store", rank=number, world_size=job.shape.ranks)
     rank = Rank(job, number)
     connect()
-    message(rank) if job.message else layer(rank)
+    layer(rank)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -14,17 +14,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.data import HEADS, real_lengths_folder
-from benchmarks.length_sets import FURTHER_SETS
-from benchmarks.published.packing import rows_of_equal_work
+from benchmarks.data import FURTHER_SETS, HEADS, real_lengths_folder
 from benchmarks.published.systems import EITHER, POOLED, REPACKED, SYSTEMS
-from benchmarks.published.systems.case import Case
-from benchmarks.published.timing import Candidate, Layer, fastest
+from benchmarks.published.systems.even import Case
+from benchmarks.published.timing import Candidate, Layer, MicroBatchTime, fastest, layer, simulate_layers, simulate_step
 from mindspeed_cp import AttentionConfig, Documents, Topology
 from mindspeed_cp.algorithms.placement.estimate import PlacementModel
-from mindspeed_cp.cluster import Cluster, LayerCost, load_cluster
+from mindspeed_cp.cluster import Cluster, ComputeCost, LayerCost, load_cluster
 from mindspeed_cp.data.lengths import sample_batch
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.layout import assign_to_least_loaded
+from mindspeed_cp.plan.problem import visible_pairs
 from mindspeed_cp.plan.transfers import GRADIENT_BYTES
 
 #: Tokens of a rank.
@@ -204,3 +204,70 @@ def bound(rows: Sequence[Documents], place: Place) -> float:
     truth, layer_cost = place.truth(case.cluster), LayerCost.for_attention(case.attention)
     documents = case.documents
     return PlacementModel(documents, documents, case.topology, case.attention, truth, layer_cost, routing=True).bound
+
+
+# WLB-LLM's packing: rows of any length with equal work, arXiv 2503.17924.
+
+
+def rows_of_equal_work(rows: Sequence[Documents], attention: AttentionConfig, cluster: Cluster) -> list[Documents]:
+    """Pack the documents of some rows anew into as many: longest first, each into the row with least work so far.
+
+    Work is seconds of attention and of linear layers on one rank. Assumed in its favour: no limit of a row's tokens, so
+    that rows differ in length as they need, where the paper has one of memory. Left out: outliers that wait for later
+    batches, since all systems run the same documents.
+
+    Args:
+        rows: packed rows.
+        attention: of the layer.
+        cluster: its speeds.
+    """
+    lengths = np.concatenate([row.lengths for row in rows])
+    cost = ComputeCost(cluster, attention)
+    work = cost.attention_seconds(visible_pairs(lengths, lengths, attention), lengths)
+    work = work + cost.linear_layer_seconds(lengths)
+    order = np.argsort(-work, kind="stable")
+    row_of = np.zeros(len(lengths), np.int64)
+    row_of[order] = assign_to_least_loaded(work[order].tolist(), [0.0] * len(rows))
+    return [Documents(lengths[row_of == number]) for number in range(len(rows))]
+
+
+# Training steps of a system: its batches as micro-batches through all layers, rows as replicas.
+#
+# The reduction of gradients and the optimizer are left out: they are the same for all, and the former travels beside
+# the last backward.
+
+
+#: Of the model.
+LAYERS = 32
+
+
+def _micro_batch(candidate: Candidate, cluster: Cluster, gradient: int) -> MicroBatchTime:
+    """Time a micro-batch through all layers."""
+    plan = candidate.plan
+    if candidate.free_transfers:  # its layers have no order of steps, and follow each other
+        seconds = LAYERS * layer(candidate, cluster, gradient).total
+        return MicroBatchTime(seconds, seconds / LAYERS, plan)
+    return simulate_layers(plan, cluster, LAYERS, tiles=candidate.tiles, links=candidate.links, gradient=gradient)
+
+
+def step_seconds(batches: Sequence[Timed], place: Place, gradient: int = GRADIENT_BYTES) -> float:
+    """Time one step.
+
+    Args:
+        batches: what the system made of each micro-batch; all as one pool, or all as so many rows.
+        place: where.
+        gradient: see :func:`.timing.layer`.
+    """
+    count = max(len(timed.chosen) for timed in batches)
+    replicas: list[list[MicroBatchTime]] = [[] for _ in range(count)]
+    cluster = None
+    for timed in batches:
+        for number, candidate in enumerate(timed.chosen):
+            truth = place.truth(place.case(candidate.plan.documents, candidate.plan.ranks).cluster)
+            cluster = truth
+            micro = _micro_batch(candidate, truth, gradient)
+            # A pool among rows keeps every replica's ranks busy for as long.
+            for replica in replicas if timed.pooled else [replicas[number]]:
+                replica.append(micro)
+    assert cluster is not None
+    return simulate_step(replicas, cluster, layers=LAYERS).total

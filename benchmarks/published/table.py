@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import csv
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from benchmarks.published.systems import BASE, COMPARATORS, OURS, VARIANTS
+from benchmarks.data import real_lengths_folder
+from benchmarks.published.bases import TOKENS
+from benchmarks.published.systems import BASE, COMPARATORS, OURS, SYSTEMS, VARIANTS
+from mindspeed_cp.cluster import load_cluster
 
 #: Of a system's column.
 WIDTH = 14
@@ -200,3 +206,158 @@ def why_slower(
         return f"{1e3 * total:.2f} ms: busy {mean:.2f} on average, {most:.2f} at most, waits {waits:.2f}"
 
     return f"ours {parts(ours, seconds[0])}; it {parts(other, seconds[1])}; bound {1e3 * seconds[2]:.2f}"
+
+
+# A file with a line for each batch: milliseconds of every system.
+
+
+#: Columns before those of the systems, and behind them.
+SETTING = ("table", "cluster", "heads", "lengths", "ranks", "seed", "documents", "longest", "bound ms")
+RESULT = ("fastest published", "ours over it", "of the bound")
+
+
+def write_batches(file: Path, rows_of_table: Mapping[str, Sequence[Row]]) -> None:
+    """Write a line for each batch of each row.
+
+    Args:
+        file: the file, which is replaced.
+        rows_of_table: rows by the name of their table.
+    """
+    with open(file, "w", newline="") as opened:
+        writer = csv.writer(opened, lineterminator="\n")
+        writer.writerow([*SETTING, *(f"{name} ms" for name in SYSTEMS), *RESULT])
+        for table, rows in rows_of_table.items():
+            writer.writerows(line for row in rows for line in batch_lines(table, row))
+
+
+def batch_lines(table: str, row: Row) -> list[list[Any]]:
+    """Return the cells of each batch of a row; those of a system that cannot run it are empty."""
+    lines = []
+    for batch, (seed, lengths) in enumerate(zip(row.seeds, row.documents, strict=True)):
+        times = {name: row.seconds[name][batch] for name in SYSTEMS}
+        able = {name: seconds for name, seconds in times.items() if seconds is not None}
+        others = [name for name in able if name not in (OURS, *VARIANTS, *COMPARATORS)]
+        fastest = min(others, key=able.__getitem__)
+        result = [fastest, f"{able[fastest] / able[OURS]:.4f}", f"{row.bound[batch] / able[OURS]:.4f}"]
+        setting = [table, row.cluster, row.heads, row.lengths, row.ranks, seed, *lengths, _ms(row.bound[batch])]
+        lines.append([*setting, *map(_ms, times.values()), *result])
+    return lines
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e3 * seconds:.4f}"
+
+
+# What papers report of these systems, to be read beside what is modelled here.
+#
+# None of it was measured by this project, and no setting is quite the same: models, lengths and clusters differ.
+
+
+@dataclass(frozen=True)
+class Reported:
+    """A published figure.
+
+    Attributes:
+        system: whose.
+        figure: times as fast.
+        over: as what.
+        where: the clusters on which it was measured, as the paper says; presets of this project by name.
+        source: the paper.
+        presets: clusters of this project to which it comes nearest.
+        column: the system's name in the tables, if it is in them.
+    """
+
+    system: str
+    figure: str
+    over: str
+    where: str
+    source: str
+    presets: tuple[str, ...] = ()
+    column: str | None = None
+
+
+REPORTED = (
+    Reported(
+        "Zeppelin", "2.80x on average, up to 6.60x", "the state of the art (steps)",
+        "nodes of 8 A800 with 4 x 200 Gb/s, of 8 H800 with 8 NICs, of 8 H200 with 8 x 400 Gb/s", "arXiv 2509.21841",
+        ("a800", "h800", "h200"), "Zeppelin",
+    ),
+    Reported(
+        "Zeppelin", "routing alone 1.6x; engine 3.2x; with routing 3.51x; with remap 3.64x",
+        "its baseline, lengths of ArXiv (steps)", "not stated in what was at hand", "arXiv 2509.21841",
+        ("a800", "h800", "h200"), "Zeppelin",
+    ),
+    Reported("Megatron dynamic CP", "up to 1.48x", "static context parallelism", "NVIDIA GPUs", "Megatron-core"),
+    Reported("ByteScale", "up to 7.89x", "the state of the art (steps)", "NVIDIA GPUs", "arXiv 2502.21231"),
+    Reported("FlexSP", "up to 1.98x", "the state of the art (steps)", "NVIDIA GPUs", "arXiv 2412.01523", (), "FlexSP"),
+    Reported("WLB-LLM", "1.23x", "its baseline (steps)", "NVIDIA GPUs", "arXiv 2503.17924", (), "WLB-LLM"),
+    Reported(
+        "DHP", "up to 1.36x", "Megatron-LM and DeepSpeed (steps)", "8 nodes of Ascend 910B", "arXiv 2602.21788",
+        ("a2",), "DHP",
+    ),
+    Reported("TASP", "up to 3.58x", "ring attention (attention alone)", "H100, MI300X", "arXiv 2509.26541"),
+    Reported("DistCA", "up to 1.35x", "the state of the art (steps)", "512 H200", "arXiv 2510.18121", ("h200",)),
+)  # fmt: skip
+
+
+def for_cluster(name: str) -> list[Reported]:
+    """Return the figures that were measured on a cluster like this one."""
+    return [reported for reported in REPORTED if name in reported.presets]
+
+
+# What stands beside the tables: assumptions, and what papers report.
+
+
+def assumptions(clusters: Sequence[str], lengths: Sequence[str], bf16: bool, placements: int | None) -> list[str]:
+    """Return the text that stands beside the tables."""
+    out = [
+        "All times are modelled: one layer of 32 heads of 128 channels (gqa8: 8 key/value heads), hidden size 4,096, a",
+        f"gated FFN 8/3 as wide, causal, bf16, forward and backward, {TOKENS:,} tokens a rank, no tensor parallelism.",
+        "Gradients of keys and values travel in " + ("bf16 in all systems but ours." if bf16 else "fp32."),
+        "Ours: the one plan of `algorithm: hierarchical` by the preset, "
+        + ("without options;" if placements is None else f"with simulated_placements {placements};"),
+        "others: the fastest of their ways in each batch.",
+    ]
+    for name in clusters:
+        c = load_cluster(name)
+        out.append(
+            f"{name}: {c.ranks_per_node} ranks a node, {c.peak_flops / 1e12:.0f} TFLOP/s, of which attention reaches "
+            f"{c.attention_efficiency:g} (tiles of n rows n / (n + {c.tile_rows:g}) of that) and linear layers "
+            f"{c.linear_efficiency:g}; {c.fabric}, {c.rank_bandwidth / 1e9:g} GB/s a rank, {c.pair_bandwidth / 1e9:g} "
+            f"a pair, {c.nics_per_node} NICs of {c.nic_bandwidth / 1e9:g} GB/s a node, transfers reach "
+            f"{c.communication_efficiency:g}; {1e6 * c.launch:g} us a call"
+        )
+        figures = [
+            f"{reported.system} {reported.figure} over {reported.over} ({reported.where}; {reported.source})"
+            for reported in for_cluster(name)
+        ]
+        out += [f"  [reported] {text}" for text in figures] or ["  [reported] nothing for this cluster"]
+    for reported in REPORTED:
+        if not reported.presets:
+            out.append(
+                f"[reported] elsewhere: {reported.system} {reported.figure} over {reported.over} ({reported.source})"
+            )
+    for name in lengths:
+        out.append(f"{name}: {'real lengths' if real_lengths_folder(name) else 'bins of configs/lengths'}")
+    out.append(f"speeds are those over the {BASE}; '-': the system cannot run it (fewer heads than ranks)")
+    return out
+
+
+def beside_reported(rows: Sequence[Row]) -> list[str]:
+    """Return the modelled speeds of systems of the tables beside reported ones, a line for each system and cluster."""
+    out = []
+    known = dict.fromkeys(
+        (reported.column, cluster) for reported in REPORTED if reported.column for cluster in reported.presets
+    )
+    for column, cluster in known:
+        by_row = [row.speed(column) for row in rows if row.cluster == cluster]
+        speeds = np.concatenate([np.zeros(0), *(speed for speed in by_row if speed is not None)])
+        if len(speeds):
+            figures = "; ".join(
+                f"{reported.figure} over {reported.over}" for reported in REPORTED if reported.column == column
+            )
+            out.append(
+                f"{column} on {cluster}: modelled {speeds.mean():.2f}x the {BASE} on average, up to "
+                f"{speeds.max():.2f}x; [reported] {figures}"
+            )
+    return out

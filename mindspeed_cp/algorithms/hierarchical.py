@@ -25,18 +25,16 @@ from mindspeed_cp.algorithms.kv_fetch.programs import staged
 from mindspeed_cp.algorithms.linear_layout import can_move_hidden, cheapest_mode, with_linear_layout
 from mindspeed_cp.algorithms.options import AtLeast, FromModel
 from mindspeed_cp.algorithms.placement.estimate import PlacementModel
-from mindspeed_cp.algorithms.placement.policy import DocumentShares, Placement, split_parts
-from mindspeed_cp.algorithms.placement.search import PlacementResult, search_placements
-from mindspeed_cp.algorithms.placement.token_cap import apply_token_cap
-from mindspeed_cp.algorithms.simulated_choice import default_simulations, fastest, in_pieces_if_faster
+from mindspeed_cp.algorithms.placement.policy import DocumentShares, Placement, apply_token_cap, split_parts
+from mindspeed_cp.algorithms.placement.search import PlacementSearch
+from mindspeed_cp.algorithms.simulated_choice import SIMULATED_PLACEMENTS, fastest, in_pieces_if_faster
 from mindspeed_cp.cluster import LayerCost
 from mindspeed_cp.cluster.cluster import cluster_of
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents, Layout
 from mindspeed_cp.layout.sharding import weighted
-from mindspeed_cp.plan.pairs import document_pairs
 from mindspeed_cp.plan.parts import StepOrder, combine, select_documents
-from mindspeed_cp.plan.problem import AttentionConfig, Topology
+from mindspeed_cp.plan.problem import AttentionConfig, Topology, document_pairs
 from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.schema.numbers import check_count
 
@@ -96,7 +94,7 @@ def build_hierarchical(
     """
     sizes, cap = (hidden_size, ffn_hidden_size, tensor_model_parallel_size), max_seqlen_per_dp_cp_rank
     if simulated_placements is None:
-        simulated_placements = default_simulations(topology.ranks)
+        simulated_placements = next((count for most, count in SIMULATED_PLACEMENTS if topology.ranks <= most), 1)
     levelled = (simulated_placements - 1) // 2
 
     def build(placement: Placement) -> Plan | None:
@@ -154,7 +152,7 @@ def choose_placement(
     hidden_size: int | None = None,
     ffn_hidden_size: int | None = None,
     tensor_model_parallel_size: int = 1,
-) -> PlacementResult:
+) -> PlacementSearch:
     """Return the placements that `build_hierarchical` compares; arguments as there."""
     if max_seqlen_per_dp_cp_rank is not None:
         check_count("max_seqlen_per_dp_cp_rank", max_seqlen_per_dp_cp_rank, what="a whole number of tokens")
@@ -180,10 +178,10 @@ def _cached_search(
     token_cap: int | None,
     remap: str,
     head_split: bool,
-) -> PlacementResult:
+) -> PlacementSearch:
     """Search; cached, because other options need the same search, and a batch may be estimated and then planned."""
     model = PlacementModel(queries, keys, topology, attention, cluster_of(topology), layer, routing)
-    return search_placements(model, token_cap, remap, head_split)
+    return PlacementSearch(model, token_cap, remap, head_split)
 
 
 def plan_from_placement(

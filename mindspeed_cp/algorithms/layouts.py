@@ -7,8 +7,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from mindspeed_cp.layout import Documents, Layout, assign_to_least_loaded, contiguous, zigzag
-from mindspeed_cp.plan.pairs import document_pairs
-from mindspeed_cp.plan.problem import AttentionConfig
+from mindspeed_cp.plan.problem import AttentionConfig, document_pairs
 
 LayoutName = Literal["zigzag", "contiguous", "balanced"]
 LAYOUT_NAMES: tuple[str, ...] = get_args(LayoutName)

@@ -56,7 +56,10 @@ class AlgorithmOption:
         choices: valid values; empty if there is no list of them.
         optional: True if None is valid.
         description: line of the builder's docstring.
-        limits: AtLeast, DividesRanks and FromModel annotations.
+        minimum: smallest valid integer; None without a lower limit.
+        unit: plural noun of what an integer counts; may be empty.
+        divides_ranks: the option is a divisor of the number of ranks.
+        from_model: a training takes the value from the sizes of its model.
     """
 
     name: str
@@ -65,23 +68,10 @@ class AlgorithmOption:
     choices: tuple[Any, ...]
     optional: bool
     description: str
-    limits: tuple[Any, ...] = ()
-
-    @property
-    def from_model(self) -> bool:
-        """True if a training takes the value from the sizes of its model."""
-        return any(isinstance(limit, FromModel) for limit in self.limits)
-
-    @property
-    def divides_ranks(self) -> bool:
-        """True if the option is a divisor of the number of ranks."""
-        return any(isinstance(limit, DividesRanks) for limit in self.limits)
-
-    @property
-    def minimum(self) -> int | None:
-        """Smallest valid integer; None without a lower limit."""
-        limits = [limit.value for limit in self.limits if isinstance(limit, AtLeast)]
-        return limits[0] if limits else 1 if self.divides_ranks else None
+    minimum: int | None = None
+    unit: str = ""
+    divides_ranks: bool = False
+    from_model: bool = False
 
     def valid_values(self, ranks: int | None = None) -> str:
         """Return the valid values as text; None: for any number of ranks."""
@@ -89,8 +79,7 @@ class AlgorithmOption:
             return f"one of {', '.join(map(str, self.choices))}"
         if self.divides_ranks:
             return "a divisor of the ranks" if ranks is None else describe_divisors(ranks)
-        units = [limit.unit for limit in self.limits if isinstance(limit, AtLeast) and limit.unit]
-        number = f"a whole number of {units[0]}" if units else "an integer"
+        number = f"a whole number of {self.unit}" if self.unit else "an integer"
         limit = "" if self.minimum is None else f" >= {self.minimum}"
         return {int: number + limit, float: f"a number{limit}", bool: "true or false"}.get(self.type, "text")
 
@@ -138,8 +127,14 @@ def read_options(builder: Callable[..., Any]) -> dict[str, AlgorithmOption]:
         if name not in descriptions:
             raise ConfigError(f"{where}: option {name!r} has no line in the docstring's Args; valid: '{name}: text'")
         kind, choices, optional, limits = _read_type(where, name, hints[name])
+        least = next((limit for limit in limits if isinstance(limit, AtLeast)), None)
+        divides_ranks = any(isinstance(limit, DividesRanks) for limit in limits)
         options[name] = AlgorithmOption(
-            name, kind, parameter.default, choices, optional, descriptions[name], limits
+            name, kind, parameter.default, choices, optional, descriptions[name],
+            minimum=least.value if least is not None else 1 if divides_ranks else None,
+            unit="" if least is None else least.unit,
+            divides_ranks=divides_ranks,
+            from_model=any(isinstance(limit, FromModel) for limit in limits),
         )  # fmt: skip
     return options
 

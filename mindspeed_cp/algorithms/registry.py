@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from mindspeed_cp.algorithms.latent_choice import choose_latents
 from mindspeed_cp.algorithms.options import AlgorithmOption, read_options
+from mindspeed_cp.algorithms.simulated_choice import choose_latents
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan.problem import AttentionConfig, Topology, documents_error
@@ -43,7 +43,7 @@ class Algorithm:
 #: Types in which gradients of keys and values may travel.
 ReduceDtype = Literal["float32", "bfloat16"]
 
-#: What travels in multi-head latent attention (:mod:`mindspeed_cp.algorithms.latent_choice`).
+#: What travels in multi-head latent attention (:mod:`mindspeed_cp.algorithms.simulated_choice`).
 Latents = Literal["auto", "on", "off"]
 
 
@@ -164,7 +164,7 @@ def check_options(name: str, options: dict[str, object], ranks: int) -> None:
     Raises:
         ConfigError: an option is unknown, or its value has a wrong type or is out of range; names the valid values.
     """
-    known = algorithm_options(name)
+    known = ALGORITHMS[ALIASES.get(name, name)].options
     for key, value in options.items():
         if key not in known:
             hint = did_you_mean(closest_names(key, known))
@@ -209,19 +209,7 @@ def build_plan(
     error = documents_error(documents, kv_documents, attention)
     if error is not None:
         raise ConfigError(error)
-    _check_bytes(documents, kv_documents, topology, attention)
-    reduce_dtype = str(options.pop("reduce_dtype", None) or "float32")
-    latents = str(options.pop("latents", None) or "auto")
-
-    def build(attention: AttentionConfig) -> Plan:
-        plan = ALGORITHMS[name].builder(documents, kv_documents, topology, attention, **options)
-        return plan if reduce_dtype == plan.reduce_dtype else with_reduce_dtype(plan, reduce_dtype)
-
-    return choose_latents(build, topology, attention, latents)
-
-
-def _check_bytes(documents: Documents, kv_documents: Documents, topology: Topology, attention: AttentionConfig) -> None:
-    """Raise ConfigError where a count of bytes of the plan, over all ranks and messages, may exceed int64."""
+    # Counts of bytes of a plan, over all ranks and messages, are int64.
     row = attention.expanded.kv_row.channels + attention.heads * (attention.head_dim + attention.head_dim_v)
     upper_bound = row * (64 * documents.tokens + 16 * kv_documents.tokens * topology.ranks)
     if upper_bound >= 2**63:
@@ -230,6 +218,14 @@ def _check_bytes(documents: Documents, kv_documents: Documents, topology: Topolo
             f"{topology.ranks:,} ranks: messages may have {upper_bound:.1e} bytes; valid: below {2.0**63:.1e}; give "
             "fewer heads, channels, tokens or ranks"
         )
+    reduce_dtype = str(options.pop("reduce_dtype", None) or "float32")
+    latents = str(options.pop("latents", None) or "auto")
+
+    def build(attention: AttentionConfig) -> Plan:
+        plan = ALGORITHMS[name].builder(documents, kv_documents, topology, attention, **options)
+        return plan if reduce_dtype == plan.reduce_dtype else with_reduce_dtype(plan, reduce_dtype)
+
+    return choose_latents(build, topology, attention, latents)
 
 
 def with_reduce_dtype(plan: Plan, reduce_dtype: str) -> Plan:

@@ -14,8 +14,7 @@ import numpy as np
 
 from mindspeed_cp.algorithms.registry import ALGORITHMS
 from mindspeed_cp.choose.candidates import Candidate, default_candidates
-from mindspeed_cp.choose.decision import CandidateTrial, Decision
-from mindspeed_cp.choose.explain import explain_choice
+from mindspeed_cp.choose.decision import CandidateTrial, Decision, explain_choice
 from mindspeed_cp.choose.lower_bounds import (
     LowerBound,
     balanced_lower_bound,

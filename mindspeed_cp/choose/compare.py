@@ -18,8 +18,7 @@ from mindspeed_cp.errors import ConfigError, PlanError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig, Topology
 from mindspeed_cp.simulate.simulator import simulate_plan
-from mindspeed_cp.simulate.timeline import Timeline
-from mindspeed_cp.simulate.waits import waiting_causes
+from mindspeed_cp.simulate.timeline import Timeline, waiting_causes
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mindspeed_cp.choose.candidates import Candidate
@@ -50,3 +51,74 @@ class Decision:
     candidate: Candidate
     trials: tuple[CandidateTrial, ...]
     reasons: tuple[str, str, str]
+
+
+# Explanation of a choice in three lines.
+
+
+def explain_choice(trials: Sequence[CandidateTrial]) -> tuple[str, str, str]:
+    """Return the choice, how its time is spent, and the best candidate of every other algorithm.
+
+    Args:
+        trials: all candidates, the chosen one first.
+    """
+    chosen, others = trials[0], trials[1:]
+    assert chosen.timeline is not None  # it was simulated
+    count = len(chosen.seconds)
+    batches = f" (mean of {count} batches)" if count > 1 else ""
+    mean = 1e3 * sum(chosen.seconds) / count
+    return (
+        f"{chosen.candidate}: {mean:.3g} ms a layer{batches}, modelled for {chosen.timeline.cluster.name}"
+        + _duplicates(chosen, others),
+        _time_spent(chosen.timeline, count) + _second(chosen, others),
+        _others(chosen, others),
+    )
+
+
+def _duplicates(chosen: CandidateTrial, others: Sequence[CandidateTrial]) -> str:
+    names = [str(trial.candidate) for trial in others if trial.duplicate_of == chosen.candidate]
+    return f"; the same plans: {', '.join(names)}" if names else ""
+
+
+def _mean_ms(timeline: Timeline) -> tuple[float, float]:
+    """Return the milliseconds that the mean rank computes and waits."""
+    return 1e3 * float((timeline.compute + timeline.linear).mean()), 1e3 * float(timeline.waiting.mean())
+
+
+def _time_spent(timeline: Timeline, batches: int) -> str:
+    busy, waiting = _mean_ms(timeline)
+    subject = "on the first batch its mean rank" if batches > 1 else "its mean rank"
+    return f"{subject} computes {busy:.3g} ms and waits {waiting:.3g} ms"
+
+
+def _second(chosen: CandidateTrial, others: Sequence[CandidateTrial]) -> str:
+    """Describe the fastest of the other simulated candidates."""
+    simulated = [trial for trial in others if trial.seconds and trial.duplicate_of is None]
+    if not simulated:
+        return "; nothing else had to be simulated"
+    second = min(simulated, key=lambda trial: trial.relative_to(chosen))
+    assert second.timeline is not None
+    busy, waiting = _mean_ms(second.timeline)
+    return f"; with {second.candidate} {busy:.3g} and {waiting:.3g} ms"
+
+
+def _others(chosen: CandidateTrial, others: Sequence[CandidateTrial]) -> str:
+    """Describe the best candidate of each algorithm, and all that are refused."""
+    compared = [trial for trial in others if trial.duplicate_of is None and trial.refused is None]
+    best: dict[str, CandidateTrial] = {}
+    for trial in sorted(compared, key=lambda trial: trial.relative_to(chosen)):
+        best.setdefault(trial.candidate.algorithm, trial)
+    texts = [
+        f"{trial.candidate}: {'at least ' if trial.limited_by else ''}{trial.relative_to(chosen):.2f} times as long"
+        + _scope(chosen, trial)
+        for trial in best.values()
+    ]
+    texts += [f"{trial.candidate}: {trial.refused}" for trial in others if trial.refused is not None]
+    return "others: " + "; ".join(texts) if texts else "there is no other candidate"
+
+
+def _scope(chosen: CandidateTrial, trial: CandidateTrial) -> str:
+    """Name the batches on which a candidate was tried, and what limits it on the last one."""
+    batches = "the first batch" if trial.batches_tried == 1 else f"the first {trial.batches_tried} batches"
+    scope = f" on {batches}" if trial.batches_tried < len(chosen.seconds) else ""
+    return scope + (f" ({trial.limited_by} alone takes that)" if trial.limited_by else "")

@@ -11,12 +11,11 @@ from mindspeed_cp.algorithms.layouts import build_layouts
 from mindspeed_cp.cluster.cluster import Cluster
 from mindspeed_cp.cluster.compute import ATTENTION_BACKWARD, LINEAR_BACKWARD, ComputeCost
 from mindspeed_cp.layout import Documents, Layout
-from mindspeed_cp.plan.pairs import document_pairs, run_pairs
-from mindspeed_cp.plan.problem import Topology
+from mindspeed_cp.plan.problem import Topology, document_pairs, run_pairs
 from mindspeed_cp.plan.program import DIRECTIONS, Plan
 from mindspeed_cp.plan.transfers import GRADIENT_BYTES, transfers
-from mindspeed_cp.simulate.linear_times import linear_times
 from mindspeed_cp.simulate.link_queues import LinkQueues
+from mindspeed_cp.simulate.simulator import linear_times
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Buffers of an exchange, in which all ranks send and receive at once: one all-to-all-v of bytes.
 
 Rows of several messages, slots and types lie packed in one send buffer and one receive buffer of a rank, peer by peer
-(:mod:`mindspeed_cp.plan.exchanges` describes the order), so that an exchange is one call of the communication library.
+(:mod:`mindspeed_cp.plan.program` describes the order), so that an exchange is one call of the communication library.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from mindspeed_cp.plan.exchanges import aligned
+from mindspeed_cp.plan.program import aligned
 
 
 @dataclass(frozen=True)

@@ -66,9 +66,7 @@ def training_corpus(settings: Sections) -> FileCorpus | TrajectoryCorpus:
     data = settings.data
     if not data.trajectories:
         return open_corpus(data.corpus)
-    return open_trajectories(
-        data.corpus, data.min_shared_tokens, data.seq_length, data.rollout_shape, settings.train.seed
-    )
+    return open_trajectories(data.corpus, data.min_shared_tokens, data.seq_length)
 
 
 def first_rows(settings: Sections, count: int) -> list[Documents]:

@@ -28,9 +28,14 @@ from functools import cached_property
 
 import numpy as np
 
-from mindspeed_cp.data.dispatch_candidates import best_candidate
-from mindspeed_cp.data.dispatch_problem import DispatchProblem, DocumentGroups
-from mindspeed_cp.data.pipeline import BACKWARD, pipeline_time, pipelined
+from mindspeed_cp.data.candidates import (
+    BACKWARD,
+    DispatchProblem,
+    DocumentGroups,
+    best_candidate,
+    pipeline_time,
+    pipelined,
+)
 from mindspeed_cp.errors import ConfigError
 
 LARGEST_COST = 2**40  #: the integer to which the largest cost is scaled
@@ -90,7 +95,7 @@ def assign(
     The time of the slowest replica is minimized; of equal times, the assignment with fewer micro-batches is taken, then
     the one whose longest micro-batch is shortest. The micro-batches of a replica are sorted by descending time, so that
     one that does not fit into memory fails first. With pipeline stages, the documents of each replica are then packed
-    and ordered for the 1F1B schedule (:func:`mindspeed_cp.data.pipeline.pipelined`).
+    and ordered for the 1F1B schedule (:func:`mindspeed_cp.data.candidates.pipelined`).
 
     Args:
         lengths: tokens of each document, int [documents].

@@ -12,12 +12,10 @@ from typing import Any
 import numpy as np
 
 from mindspeed_cp.data.balance import assign
-from mindspeed_cp.data.pool import PoolModel
-from mindspeed_cp.data.subpools import PoolAssignment, assign_to_pools
-from mindspeed_cp.data.trajectory_corpus import TrajectoryCorpus
+from mindspeed_cp.data.corpus import DIGEST_BITS
+from mindspeed_cp.data.pool import PoolAssignment, PoolModel, assign_to_pools
+from mindspeed_cp.data.trajectories import TrajectoryCorpus
 from mindspeed_cp.layout import Documents
-
-DIGEST_BITS = 52  # ranks compare digests as float64, which holds integers of this size exactly
 
 
 @dataclass(frozen=True, eq=False)

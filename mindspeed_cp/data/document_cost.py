@@ -18,7 +18,7 @@ import numpy as np
 from mindspeed_cp.cluster import Cluster, ComputeCost, LayerCost
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig
-from mindspeed_cp.plan.pairs import document_pairs
+from mindspeed_cp.plan.problem import document_pairs
 
 #: Kernels of a layer besides attention, forward and backward: norms, projections, rotary positions, MLP, residuals.
 LINEAR_KERNELS = 36

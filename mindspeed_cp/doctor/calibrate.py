@@ -13,9 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed_cp.cluster.assemble import assemble_cluster, write_preset
+from mindspeed_cp.cluster.calibration import (
+    MeasuredFits,
+    Measurement,
+    assemble_cluster,
+    read_measurements,
+    write_preset,
+)
 from mindspeed_cp.cluster.cluster import Cluster, load_cluster
-from mindspeed_cp.cluster.measurements import MeasuredFits, Measurement, read_measurements
 from mindspeed_cp.device.select import load_npu, resolve_device_type
 from mindspeed_cp.doctor.kernel_timing import KernelSizes, measure_kernels
 from mindspeed_cp.doctor.launch import Launch, is_launched, read_launch

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from mindspeed_cp.cluster.calibration import Measurement
 from mindspeed_cp.cluster.compute import ATTENTION_BACKWARD
-from mindspeed_cp.cluster.measurements import Measurement
 from mindspeed_cp.doctor.machine import synchronize
 from mindspeed_cp.layout import TOKEN_SPAN, Documents
 from mindspeed_cp.ops.attention import BackwardState, ForwardState, Heads, get_backend

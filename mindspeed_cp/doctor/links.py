@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_cp.algorithms import build_plan
-from mindspeed_cp.cluster.measurements import Measurement
+from mindspeed_cp.cluster.calibration import Measurement
 from mindspeed_cp.comm import GroupTransport, Transfer, close_directional_groups, open_directional_groups, warm_up
 from mindspeed_cp.comm.local_ranks import NO_ANSWER, run_local_ranks
 from mindspeed_cp.device.open_files import check_open_files, raise_limit

@@ -33,9 +33,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from mindspeed_cp.algorithms import ALGORITHMS, build_plan
 from mindspeed_cp.cluster import LayerCost
-from mindspeed_cp.cluster.assemble import assemble_cluster
+from mindspeed_cp.cluster.calibration import MeasuredFits, Measurement, assemble_cluster
 from mindspeed_cp.cluster.cluster import Cluster
-from mindspeed_cp.cluster.measurements import MeasuredFits, Measurement
 from mindspeed_cp.comm.local_ranks import NO_ANSWER
 from mindspeed_cp.device.open_files import check_open_files, raise_limit
 from mindspeed_cp.device.versions import version_report

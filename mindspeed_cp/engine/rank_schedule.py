@@ -13,8 +13,8 @@ from mindspeed_cp.engine.schedule import ExchangeOp, P2POp, RankSchedule, RankSt
 from mindspeed_cp.ops.attention import AttentionBackend
 from mindspeed_cp.ops.rows import RowIndex
 from mindspeed_cp.plan import Messages, Plan, Program
-from mindspeed_cp.plan.exchanges import Exchanges
-from mindspeed_cp.plan.keys_read import number_keys_read
+from mindspeed_cp.plan.program import Exchanges
+from mindspeed_cp.plan.tiles import number_keys_read
 
 
 def build_rank_schedule(

@@ -3,12 +3,17 @@
 from mindspeed_cp.layout.documents import Documents, PackedTrajectories
 from mindspeed_cp.layout.equal_tokens import equal_token_layout, padding_rows, sequence_parallel_layout
 from mindspeed_cp.layout.layout import TOKEN_SPAN, Layout, TokenSpan
-from mindspeed_cp.layout.least_loaded import assign_to_least_loaded
-from mindspeed_cp.layout.redistribution import RANK_PAIR, Redistribution
-from mindspeed_cp.layout.roll import Roll
-from mindspeed_cp.layout.runs import ROW_RUN, intersect_runs, join_runs, ragged_arange, union_of_runs
+from mindspeed_cp.layout.redistribution import RANK_PAIR, Redistribution, Roll
+from mindspeed_cp.layout.runs import (
+    ROW_RUN,
+    assign_to_least_loaded,
+    intersect_runs,
+    join_runs,
+    ragged_arange,
+    union_of_runs,
+)
 from mindspeed_cp.layout.sharding import contiguous, from_spans, row_zigzag, weighted, zigzag
-from mindspeed_cp.layout.trajectories import TreeTargets
+from mindspeed_cp.layout.trees import TreeTargets
 
 __all__ = [
     "RANK_PAIR",

@@ -12,8 +12,7 @@ import numpy as np
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout.blocks import Blocks, checked_blocks
 from mindspeed_cp.layout.host_arrays import as_integers
-from mindspeed_cp.layout.trajectories import TreeTargets, shared_prefixes, tree_targets
-from mindspeed_cp.layout.trees import Trees, checked_parents
+from mindspeed_cp.layout.trees import Trees, TreeTargets, checked_parents, shared_prefixes, tree_targets
 from mindspeed_cp.schema.numbers import is_int
 
 MAX_TOKENS = 2**31 - 1  # cumulative lengths are int32 in every fused attention operator
@@ -38,6 +37,11 @@ class Documents:
 
     What a program has instead of lengths is converted by :meth:`from_cu_seqlens`, :meth:`from_eod` and
     :meth:`from_position_ids`. These take NumPy arrays, lists, and tensors on the host (anything with ``__array__``).
+
+    Attributes:
+        lengths: token counts, int64 [documents], read-only.
+        trees: the trees that the documents form; None if no document continues another.
+        blocks: the blocks of tokens that see each other both ways; None if there is none.
 
     Args:
         lengths: token count of each document; documents of length 0 and empty batches are allowed.
@@ -74,17 +78,17 @@ class Documents:
         if values.sum() > MAX_TOKENS:
             raise ConfigError(f"the batch has {values.sum()} tokens; valid: at most {MAX_TOKENS}; split the batch")
         values.setflags(write=False)
-        self._lengths = values
-        self._trees: Trees | None = None
+        self.lengths = values
+        self.trees: Trees | None = None
         if parents is not None:
             listed = as_integers("parents", list(parents) if isinstance(parents, Iterator) else parents, 1)
             checked = checked_parents(listed, len(values))
-            self._trees = Trees(checked, values) if (checked >= 0).any() else None
-        self._blocks: Blocks | None = None
+            self.trees = Trees(checked, values) if (checked >= 0).any() else None
+        self.blocks: Blocks | None = None
         if blocks is not None:
             blocks = list(blocks) if isinstance(blocks, Iterator) else blocks
             spans = as_integers("blocks", blocks, 2, "shape [blocks, 2], first and last-plus-one token of each block")
-            self._blocks = checked_blocks(spans, self.offsets) if len(spans) else None
+            self.blocks = checked_blocks(spans, self.offsets) if len(spans) else None
 
     @classmethod
     def from_lengths(cls, lengths: Any) -> Documents:
@@ -206,7 +210,7 @@ class Documents:
 
         Returns:
             The documents, their tokens, and the tree token of each trajectory's token
-            (:class:`mindspeed_cp.layout.trajectories.PackedTrajectories`).
+            (:class:`mindspeed_cp.layout.trees.PackedTrajectories`).
 
         Raises:
             ConfigError: a trajectory is not a list of token numbers, or has none, or no two share a prefix.
@@ -214,49 +218,34 @@ class Documents:
         lengths, parents, tokens, tree_tokens = shared_prefixes(trajectories, min_shared, must_share)
         return PackedTrajectories(cls(lengths, parents), tokens, tuple(tree_tokens))
 
-    @property
-    def lengths(self) -> np.ndarray:
-        """Token counts, int64 [documents], read-only."""
-        return self._lengths
-
     @cached_property
     def offsets(self) -> np.ndarray:
         """First token of each document, followed by the number of tokens; int64 [documents + 1], read-only."""
-        offsets = np.concatenate([[0], np.cumsum(self._lengths)]).astype(np.int64)
+        offsets = np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int64)
         offsets.setflags(write=False)
         return offsets
 
     @property
-    def trees(self) -> Trees | None:
-        """The trees that the documents form; None if no document continues another."""
-        return self._trees
-
-    @property
-    def blocks(self) -> Blocks | None:
-        """The blocks of tokens that see each other both ways; None if there is none."""
-        return self._blocks
-
-    @property
     def is_plain(self) -> bool:
         """True if no document continues another, and there is no block."""
-        return self._trees is None and self._blocks is None
+        return self.trees is None and self.blocks is None
 
     @cached_property
     def parents(self) -> np.ndarray:
         """The document that each document continues, or -1; int64 [documents], read-only."""
-        parents = np.full(len(self), -1) if self._trees is None else self._trees.parents
+        parents = np.full(len(self), -1) if self.trees is None else self.trees.parents
         parents.setflags(write=False)
         return parents
 
     @cached_property
     def first_positions(self) -> np.ndarray:
         """Position of each document's first token, 0 unless it continues another one; int64 [documents]."""
-        return np.zeros(len(self), np.int64) if self._trees is None else self._trees.first_positions
+        return np.zeros(len(self), np.int64) if self.trees is None else self.trees.first_positions
 
     @cached_property
     def roots(self) -> np.ndarray:
         """Root of each document, itself unless it continues another; int64 [documents]."""
-        return np.arange(len(self)) if self._trees is None else self._trees.roots
+        return np.arange(len(self)) if self.trees is None else self.trees.roots
 
     @cached_property
     def tree_numbers(self) -> np.ndarray:
@@ -266,7 +255,7 @@ class Documents:
 
     def tree_sums(self, values: np.ndarray) -> np.ndarray:
         """Sum values of documents over each tree, [documents] to [trees]."""
-        if self._trees is None:
+        if self.trees is None:
             return values
         return np.add.reduceat(values, np.flatnonzero(self.parents < 0))
 
@@ -288,31 +277,31 @@ class Documents:
         Returns:
             Index in `documents` and document seen, int64 each, in the order of indices and from the root down.
         """
-        if self._trees is None:
+        if self.trees is None:
             return np.arange(len(documents)), documents
-        return self._trees.with_ancestors(documents)
+        return self.trees.with_ancestors(documents)
 
     def with_lengths(self, lengths: np.ndarray) -> Documents:
         """Return documents of their own lengths or none, with the same parents and blocks; those of documents without
         tokens are kept for later."""
-        out = Documents(lengths, None if self._trees is None else self._trees.parents)
-        out._blocks = None if self._blocks is None else replace(self._blocks, offsets=out.offsets)
+        out = Documents(lengths, None if self.trees is None else self.trees.parents)
+        out.blocks = None if self.blocks is None else replace(self.blocks, offsets=out.offsets)
         return out
 
     def copies(self, count: int) -> Documents:
         """Return a batch of copies of all documents, one after the other."""
         parents = blocks = None
-        if self._trees is not None:
+        if self.trees is not None:
             shift = np.repeat(np.arange(count) * len(self), len(self))
             parents = np.tile(self.parents, count)
             parents = np.where(parents >= 0, parents + shift, -1)
-        if self._blocks is not None:
-            spans = np.stack([self._blocks.start, self._blocks.stop], 1)
+        if self.blocks is not None:
+            spans = np.stack([self.blocks.start, self.blocks.stop], 1)
             blocks = (np.arange(count)[:, None, None] * self.tokens + spans).reshape(-1, 2)
-        return Documents(np.tile(self._lengths, count), parents, blocks)
+        return Documents(np.tile(self.lengths, count), parents, blocks)
 
     def __len__(self) -> int:
-        return len(self._lengths)
+        return len(self.lengths)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Documents) and self.key == other.key
@@ -323,23 +312,13 @@ class Documents:
     @cached_property
     def key(self) -> tuple[bytes, bytes, bytes]:
         """Lengths, parents and blocks as bytes: equal for equal documents."""
-        parents = b"" if self._trees is None else self.parents.tobytes()
-        return self._lengths.tobytes(), parents, b"" if self._blocks is None else self._blocks.records.tobytes()
-
-    @classmethod
-    def from_key(cls, key: tuple[bytes, bytes, bytes]) -> Documents:
-        """Return the documents of a :attr:`key` of this machine."""
-        lengths, parents, blocks = (np.frombuffer(part, np.int64) for part in key)
-        out = cls(lengths, parents if len(parents) else None)
-        if len(blocks):
-            doc, first, last = blocks.reshape(-1, 3).T
-            out._blocks = Blocks(doc, first, last, out.offsets)
-        return out
+        parents = b"" if self.trees is None else self.parents.tobytes()
+        return self.lengths.tobytes(), parents, b"" if self.blocks is None else self.blocks.records.tobytes()
 
     def __repr__(self) -> str:
-        parents = "" if self._trees is None else f", parents=[{_shown(self.parents)}]"
-        blocks = "" if self._blocks is None else f", blocks={len(self._blocks.doc)}"
-        return f"Documents([{_shown(self._lengths)}]{parents}{blocks}, tokens={self.tokens})"
+        parents = "" if self.trees is None else f", parents=[{_shown(self.parents)}]"
+        blocks = "" if self.blocks is None else f", blocks={len(self.blocks.doc)}"
+        return f"Documents([{_shown(self.lengths)}]{parents}{blocks}, tokens={self.tokens})"
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,9 +23,10 @@ def int64_record(names: str) -> np.dtype:
 #: or in a tree one of its ancestors. q_pos and k_pos are the positions of the first rows.
 #:
 #: FULL: every q row sees every key. CAUSAL is aligned bottom right: q row i of the tile (from 0) sees the first
-#: k_rows - q_rows + i + 1 keys. BAND: a query at position p sees the keys of the tile within `AttentionConfig.reach`;
-#: every q row of the tile sees at least one key, and every key is seen by at least one q row. CAUSAL tiles are for
-#: queries that see no later key; where positions matter, they show just the keys within the reach.
+#: k_rows - q_rows + i + 1 keys. BAND: a query at position p sees the keys of the tile in its
+#: `AttentionConfig.visible_range`; every q row of the tile sees at least one key, and every key is seen by at least one
+#: q row. CAUSAL tiles are for queries that see no later key; where positions matter, they show just the keys in the
+#: visible range.
 #:
 #: If `AttentionConfig.needs_positions`, all queries are of one document, and positions increase by one from row to row
 #: on both sides. Otherwise a tile may join several runs, a full one also queries of several documents that continue

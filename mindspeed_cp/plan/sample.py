@@ -103,7 +103,7 @@ def _keys(plan: Plan, token: int, position: int, rows: int) -> tuple[int, int]:
         token, position: the first query.
         rows: number of queries.
     """
-    left, right = plan.attention.reach
+    left, right = plan.attention.visible_range
     documents, blocks = plan.kv_documents, plan.documents.blocks
     document = int(plan.documents.document_of(np.asarray(token)))
     length = int(documents.first_positions[document] + documents.lengths[document])

@@ -102,7 +102,7 @@ def visible(plan: Plan, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
         tokens - documents.offsets[doc] + documents.first_positions[doc]
         for tokens, documents, doc in ((queries, plan.documents, q_doc), (keys, plan.kv_documents, k_doc))
     )
-    left, right = plan.attention.reach
+    left, right = plan.attention.visible_range
     ahead = k_position[None] - q_position[:, None]
     out: np.ndarray = sees[:, k_doc] & (ahead >= -left) & (ahead <= right)
     blocks = plan.documents.blocks

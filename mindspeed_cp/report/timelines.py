@@ -31,8 +31,7 @@ from mindspeed_cp.plan.program import DIRECTIONS
 from mindspeed_cp.report.figure import drawn_text, new_figure, write_png
 from mindspeed_cp.report.simulation import conclusion
 from mindspeed_cp.report.text import format_count
-from mindspeed_cp.simulate.timeline import Timeline
-from mindspeed_cp.simulate.waits import is_internode
+from mindspeed_cp.simulate.timeline import Timeline, is_internode
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -23,8 +23,7 @@ from mindspeed_cp.plan.tiles import count_pairs
 from mindspeed_cp.plan.transfers import KINDS, steps_of_parts
 from mindspeed_cp.report.files import write_atomically
 from mindspeed_cp.report.timelines import ranks_to_draw
-from mindspeed_cp.simulate.timeline import Timeline
-from mindspeed_cp.simulate.waits import MESSAGE_KIND_NAMES, is_internode, wait_records
+from mindspeed_cp.simulate.timeline import MESSAGE_KIND_NAMES, Timeline, is_internode, wait_records
 
 #: Threads of a rank from top to bottom; other threads come below.
 THREAD_ORDER = ("compute", "send", "receive")

@@ -1,9 +1,9 @@
 """Simulation of a plan on a cluster: the steps, tiles and messages that the engine runs, in modelled time.
 
 Every rank runs the plan's steps in order, as the engine does: it posts the step's messages, computes its tiles on its
-compute stream, and waits for the messages that are due. Posting takes a rank a moment for each message, in which it
-computes nothing (:mod:`.posting`). Sends and receives have their own streams: a message travels from the moment at
-which both ends have posted all messages of the step, in parallel with computation. Links are queues
+compute stream, and waits for the messages that are due. Each message has a launch overhead, in which the rank computes
+nothing (:func:`.timeline.launch_overheads`). Sends and receives have their own streams: a message travels from the
+moment at which both ends have posted all messages of the step, in parallel with computation. Links are queues
 (:class:`.link_queues.LinkQueues`). An exchange begins when all ranks have posted it and the exchange before it has
 ended, since calls of one communicator run in order; it ends on all ranks when the last of its rows has arrived. Relayed
 messages are messages of the plan like all others: a rank posts them in the step after their arrival.
@@ -24,13 +24,11 @@ from mindspeed_cp.cluster.compute import ComputeCost, LayerCost
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout.runs import group_starts
 from mindspeed_cp.plan.program import Plan
-from mindspeed_cp.plan.transfers import TRANSFER, step_count, transfers
+from mindspeed_cp.plan.transfers import TRANSFER, edge_steps, step_count, transfers
 from mindspeed_cp.schema.numbers import check_type
-from mindspeed_cp.simulate.linear_times import LinearTimes, linear_times, with_projections
 from mindspeed_cp.simulate.link_queues import LinkQueues
-from mindspeed_cp.simulate.posting import posting_seconds
 from mindspeed_cp.simulate.tile_work import SIMULATED_SPANS, TileCounter, representative_ranks
-from mindspeed_cp.simulate.timeline import TIMED_TRANSFER, Timeline
+from mindspeed_cp.simulate.timeline import TIMED_TRANSFER, Timeline, launch_overheads
 
 
 def simulate_plan(
@@ -85,7 +83,7 @@ def simulate_plan(
 @dataclass(frozen=True, eq=False)
 class _DirectionTimes:
     """One simulated direction: (start, computed, end) fp64 [ranks, steps, 3], seconds of attention kernels and of
-    posting fp64 [ranks], and TIMED_TRANSFER records."""
+    launches of messages fp64 [ranks], and TIMED_TRANSFER records."""
 
     steps: np.ndarray
     compute: np.ndarray
@@ -124,8 +122,8 @@ def simulate_direction(
         begin: seconds at which each rank begins, fp64 [ranks].
 
     Returns:
-        (start, computed, end) of each rank's steps, fp64 [ranks, steps, 3], where posting comes first, and records of
-        dtype TIMED_TRANSFER.
+        (start, computed, end) of each rank's steps, fp64 [ranks, steps, 3], where launches of messages come first, and
+        records of dtype TIMED_TRANSFER.
     """
     ranks, steps = kernels.shape
     out = np.zeros((ranks, steps, 3))
@@ -133,13 +131,13 @@ def simulate_direction(
     timed = np.zeros(len(table), TIMED_TRANSFER)
     for field in TRANSFER.names or ():
         timed[field] = table[field]
-    posting = posting_seconds(table, ranks, steps, links.cluster.posting)
+    launches = launch_overheads(table, ranks, steps, links.cluster.posting)
     bounds = np.searchsorted(table["start"], np.arange(steps + 1))
     now, exchanged = np.asarray(begin, np.float64), 0.0
     for step in range(steps):
         posted = timed[bounds[step] : bounds[step + 1]]
         out[:, step, 0] = now
-        now = now + posting[:, step]
+        now = now + launches[:, step]
         for messages, exchange in _calls(posted):
             src, dst, done = (posted[name][messages] for name in ("src", "dst", "done"))
             ready = np.full(len(src), max(now.max(), exchanged)) if exchange else np.maximum(now[src], now[dst])
@@ -167,3 +165,60 @@ def _calls(posted: np.ndarray) -> list[tuple[np.ndarray | slice, bool]]:
     first = group_starts(posted["part"][exchanges], posted["done"][exchanges])
     calls: list[tuple[np.ndarray | slice, bool]] = [(alone, False)] if len(alone) else []
     return calls + [(messages, True) for messages in np.split(exchanges, first[1:])]
+
+
+# When a rank's linear layers run: between the two directions of attention, or around attention.
+#
+# ::
+#
+#     same layout              attention forward, linear layers, attention backward
+#     `Plan.linear_layout` is set     redistribution, q k v, attention, out, redistribution, other linear layers,
+#                              redistribution, out, attention, q k v, redistribution
+#
+# In the second case projections run on the rows of attention's layout, other linear layers on those of the linear
+# layout.
+
+
+@dataclass(frozen=True, eq=False)
+class LinearTimes:
+    """Seconds of each rank's linear layers in one direction, fp64 [ranks].
+
+    Attributes:
+        before, after: projections that run before and after attention.
+        rest: other linear layers: after attention in the forward, before it in the backward.
+    """
+
+    before: np.ndarray
+    after: np.ndarray
+    rest: np.ndarray
+
+    @property
+    def total(self) -> np.ndarray:
+        """Sum of the three."""
+        return self.before + self.after + self.rest
+
+
+def linear_times(plan: Plan, cost: ComputeCost, backward: bool) -> LinearTimes:
+    """Return the modelled seconds of a direction's linear layers."""
+    rows = plan.layout.token_counts
+    if plan.linear_layout is None:
+        zeros = np.zeros(plan.ranks)
+        return LinearTimes(zeros, zeros, cost.linear_layer_seconds(rows, backward))
+    qkv, out = (cost.linear_layer_seconds(rows, backward, part) for part in ("qkv", "out"))
+    rest = cost.linear_layer_seconds(plan.linear_layout.token_counts, backward, "rest")
+    return LinearTimes(out, qkv, rest) if backward else LinearTimes(qkv, out, rest)
+
+
+def with_projections(kernels: np.ndarray, linear: LinearTimes, plan: Plan) -> np.ndarray:
+    """Add the edge steps, in which projections run, to the seconds of the plan's steps.
+
+    Args:
+        kernels: fp64 [ranks, plan steps].
+
+    Returns:
+        fp64 [ranks, timeline steps] (:func:`mindspeed_cp.plan.transfers.edge_steps`).
+    """
+    out = np.pad(kernels, ((0, 0), (edge_steps(plan), edge_steps(plan))))
+    if plan.linear_layout is not None:
+        out[:, 1], out[:, -2] = linear.before, linear.after
+    return out

@@ -31,6 +31,13 @@ WINDOW_TOKENS_PER_PASS = 2**21
 MIN_COUNTED_RANKS = 4
 
 
+#: Tiles of one content: visible pairs; the same, each tile's pairs divided by the rows of its shorter side; bit set of
+#: the masks; with latents, number of keys that are read.
+CONTENT_WORK = np.dtype(
+    [("pairs", np.float64), ("pairs_per_short_row", np.float64), ("masks", np.int64), ("keys_read", np.float64)]
+)
+
+
 @dataclass(frozen=True, eq=False)
 class TileWork:
     """Kernel work of one direction, by rank and plan step, fp64 [ranks, plan steps].
@@ -68,42 +75,60 @@ class TileCounter:
         self._plan, self._representative = plan, np.arange(plan.ranks) if representative is None else representative
         self._counted = np.unique(self._representative)
         self._key_numbers: list[dict[bytes, int]] = [{} for _ in plan.parts_or_self]  # number of a content's keys
-        self._cache: list[dict[tuple[int, int], list[float]]] = [{} for _ in plan.parts_or_self]
+        self._cache: list[dict[tuple[int, int], tuple[float, ...]]] = [{} for _ in plan.parts_or_self]
 
     def work(self, direction: str) -> TileWork:
         """Return the work of a direction."""
         plan = self._plan
-        out = np.zeros((5, plan.ranks, len(plan.step_order(direction))))
-        for number, (part, plan_steps) in enumerate(
-            zip(plan.parts_or_self, steps_of_parts(plan, direction), strict=True)
-        ):
+        shape = plan.ranks, len(plan.step_order(direction))
+        pairs, pairs_per_short_row, calls, keys_read, own_keys_read = np.zeros((5, *shape))
+        steps_by_part = steps_of_parts(plan, direction)
+        for number, (part, plan_steps) in enumerate(zip(plan.parts_or_self, steps_by_part, strict=True)):
             program: Program = getattr(part, direction)
-            head_share = part.q_layout_compute.head_counts(plan.attention.heads) / plan.attention.heads
             contents = program.contents
             if len(self._counted) < plan.ranks:
                 contents = contents[np.isin(contents["rank"], self._counted)]
-            if len(contents):
-                sums = self._of_contents(number, program, contents)
-                _add_contents(out, sums, plan_steps[contents["step"]] - edge_steps(plan), contents, head_share)
-        pairs, short, calls, rows, own_rows = out[:, self._representative]
-        return TileWork(pairs, short, calls, _expansions(rows, own_rows, plan.kv_layout_in.token_counts, direction))
-
-    def _of_contents(self, number: int, program: Program, contents: np.ndarray) -> np.ndarray:
-        """Return what `count_contents` does, fp64 [contents, 4]."""
-        cache = self._cache[number]
-        keys = list(
-            zip(
-                contents["rank"].tolist(),
-                _number_keys(program, contents, self._key_numbers[number]).tolist(),
-                strict=True,
-            )
+            if not len(contents):
+                continue
+            work = self._work_of_contents(number, program, contents)
+            rank, step = contents["rank"], plan_steps[contents["step"]] - edge_steps(plan)
+            head_share = (part.q_layout_compute.head_counts(plan.attention.heads) / plan.attention.heads)[rank]
+            cell = rank * shape[1] + step
+            own = contents["slot"] == 0
+            for total, values in (
+                (pairs, work["pairs"]),
+                (pairs_per_short_row, work["pairs_per_short_row"]),
+                (keys_read, work["keys_read"]),
+                (own_keys_read, work["keys_read"] * own),
+            ):
+                if values.any():
+                    total += np.bincount(cell, values * head_share, total.size).reshape(shape)
+            # A call takes all tiles of a step with the same slot and mask.
+            slots = int(contents["slot"].max()) + 1
+            cell_slot, group = np.unique(cell * slots + contents["slot"], return_inverse=True)
+            masks = np.zeros(len(cell_slot), np.int64)
+            np.bitwise_or.at(masks, group, work["masks"])
+            bits = np.unpackbits(masks.view(np.uint8).reshape(-1, 8), axis=1).sum(1)  # np.bitwise_count is of NumPy 2
+            calls += np.bincount(cell_slot // slots, bits, calls.size).reshape(shape)
+        pairs, pairs_per_short_row, calls, keys_read, own_keys_read = (
+            x[self._representative] for x in (pairs, pairs_per_short_row, calls, keys_read, own_keys_read)
         )
+        # The linear layers count products of the rank's own rows as a projection.
+        own_rows = plan.kv_layout_in.token_counts[:, None] / np.maximum(own_keys_read.sum(1, keepdims=True), 1.0)
+        counted = own_keys_read * np.minimum(own_rows, 1.0)
+        expansions = keys_read - counted if direction == "forward" else 3 * keys_read - 2 * counted
+        return TileWork(pairs, pairs_per_short_row, calls, expansions)
+
+    def _work_of_contents(self, number: int, program: Program, contents: np.ndarray) -> np.ndarray:
+        """Return what `count_contents` does for the contents of a part, records of dtype CONTENT_WORK [contents]."""
+        cache = self._cache[number]
+        key_numbers = _number_keys(program, contents, self._key_numbers[number])
+        keys = list(zip(contents["rank"].tolist(), key_numbers.tolist(), strict=True))
         new = {key: i for i, key in enumerate(keys) if key not in cache}
         if new:
-            sums = count_contents(program, contents[sorted(new.values())])
-            for key, values in zip(sorted(new, key=new.__getitem__), sums.tolist(), strict=True):
-                cache[key] = values
-        return np.array([cache[key] for key in keys], np.float64)
+            work = count_contents(program, contents[sorted(new.values())])
+            cache.update(zip(sorted(new, key=new.__getitem__), work.tolist(), strict=True))
+        return np.array([cache[key] for key in keys], CONTENT_WORK)
 
 
 def count_contents(program: Program, contents: np.ndarray) -> np.ndarray:
@@ -114,7 +139,7 @@ def count_contents(program: Program, contents: np.ndarray) -> np.ndarray:
         contents: records of dtype CONTENT, sorted by rank.
 
     Returns:
-        (pairs, pairs over the shorter side, bit set of masks, keys read) of each content, fp64 [contents, 4].
+        Records of dtype CONTENT_WORK [contents].
     """
     queries = program.q_layout_compute
     if not queries.documents.is_plain:
@@ -123,7 +148,7 @@ def count_contents(program: Program, contents: np.ndarray) -> np.ndarray:
     most = MAX_TOKENS if program.attention.window is None else WINDOW_TOKENS_PER_PASS
     tokens = np.minimum(_tokens_of_documents(program, contents), most)
     spans_before, tokens_before = (np.append(0, np.cumsum(x)) for x in (q_count + contents["count"], tokens))
-    out, begin = np.zeros((len(contents), 4)), 0
+    out, begin = np.zeros(len(contents), CONTENT_WORK), 0
     while begin < len(contents):
         limits = (spans_before, spans_before[begin] + SPANS_PER_PASS), (tokens_before, tokens_before[begin] + most)
         end = max(begin + 1, min(int(np.searchsorted(before, limit, "right")) - 1 for before, limit in limits))
@@ -166,7 +191,7 @@ def _count_pass(program: Program, contents: np.ndarray) -> np.ndarray:
 
 def _count_by_rank(program: Program, contents: np.ndarray) -> np.ndarray:
     """Do as `count_contents` for trees and blocks, rank by rank."""
-    out = np.zeros((len(contents), 4))
+    out = np.zeros(len(contents), CONTENT_WORK)
     first, last = (np.searchsorted(contents["rank"], np.arange(program.ranks), side) for side in ("left", "right"))
     for rank, (begin, end) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
         if end > begin:
@@ -177,7 +202,7 @@ def _count_by_rank(program: Program, contents: np.ndarray) -> np.ndarray:
 
 
 def _sums(tiles: np.ndarray, of_tile: np.ndarray, contents: int, program: Program) -> np.ndarray:
-    """Return (pairs, pairs over the shorter side, bit set of masks, keys read) of each content.
+    """Return the work of each content, records of dtype CONTENT_WORK.
 
     Args:
         tiles: records of dtype TILE; rows of different contents have different numbers.
@@ -187,13 +212,12 @@ def _sums(tiles: np.ndarray, of_tile: np.ndarray, contents: int, program: Progra
     """
     count = count_pairs(tiles, program.attention).astype(np.float64)
     short_side = np.maximum(np.minimum(tiles["q_rows"], tiles["k_rows"]), 1)
-    out = np.empty((contents, 4))
-    out[:, 0] = np.bincount(of_tile, count, contents)
-    out[:, 1] = np.bincount(of_tile, count / short_side, contents)
-    masks = np.zeros(contents, np.int64)
-    np.bitwise_or.at(masks, of_tile, 1 << tiles["mask"])
-    out[:, 2] = masks
-    out[:, 3] = 0 if program.attention.latent is None else _keys_read(tiles, of_tile, contents)
+    out = np.zeros(contents, CONTENT_WORK)
+    out["pairs"] = np.bincount(of_tile, count, contents)
+    out["pairs_per_short_row"] = np.bincount(of_tile, count / short_side, contents)
+    np.bitwise_or.at(out["masks"], of_tile, 1 << tiles["mask"])
+    if program.attention.latent is not None:
+        out["keys_read"] = _keys_read(tiles, of_tile, contents)
     return out
 
 
@@ -205,15 +229,6 @@ def _keys_read(tiles: np.ndarray, of_tile: np.ndarray, contents: int) -> np.ndar
     return np.bincount(of_tile[order], last - np.clip(tiles["k_row"][order], before, last), contents).astype(np.float64)
 
 
-def _expansions(rows: np.ndarray, own_rows: np.ndarray, own: np.ndarray, direction: str) -> np.ndarray:
-    """Return `TileWork.expansions` from the rows that each rank reads in each step, of all slots and of slot 0, and the
-    number of its own rows."""
-    total = own_rows.sum(1, keepdims=True)
-    counted = own_rows * np.minimum(own[:, None] / np.maximum(total, 1.0), 1.0)
-    expansions: np.ndarray = rows - counted if direction == "forward" else 3 * rows - 2 * counted
-    return expansions
-
-
 def _renumbered(spans: np.ndarray, new_doc: np.ndarray, documents: Documents, copied: Documents) -> np.ndarray:
     """Renumber spans of documents to spans of the documents `new_doc` of another batch, of equal lengths."""
     out = spans.copy()
@@ -222,32 +237,6 @@ def _renumbered(spans: np.ndarray, new_doc: np.ndarray, documents: Documents, co
     for name in ("start", "stop"):
         out[name] += shift
     return out
-
-
-def _add_contents(
-    out: np.ndarray, sums: np.ndarray, step: np.ndarray, contents: np.ndarray, head_share: np.ndarray
-) -> None:
-    """Add the work of contents to `out` [5, ranks, plan steps]; `step` is the plan step of each content, `head_share`
-    the share of the heads that each rank computes."""
-    ranks, steps = out.shape[1:]
-    rank = contents["rank"]
-    cell = rank * steps + step
-    for row in range(2):
-        out[row] += np.bincount(cell, sums[:, row] * head_share[rank], ranks * steps).reshape(ranks, steps)
-    if sums[:, 3].any():
-        for row, keys in ((3, sums[:, 3]), (4, sums[:, 3] * (contents["slot"] == 0))):
-            out[row] += np.bincount(cell, keys * head_share[rank], ranks * steps).reshape(ranks, steps)
-    slots = int(contents["slot"].max()) + 1
-    cell_slot, group = np.unique(cell * slots + contents["slot"], return_inverse=True)
-    masks = np.zeros(len(cell_slot), np.int64)
-    np.bitwise_or.at(masks, group, sums[:, 2].astype(np.int64))
-    out[2] += np.bincount(cell_slot // slots, _bits(masks), ranks * steps).reshape(ranks, steps)
-
-
-def _bits(masks: np.ndarray) -> np.ndarray:
-    """Return the number of bits that are set in each of masks, int64 [n] (np.bitwise_count is of NumPy 2)."""
-    bits: np.ndarray = np.unpackbits(masks.view(np.uint8).reshape(-1, 8), axis=1).sum(1)
-    return bits
 
 
 def _number_keys(program: Program, contents: np.ndarray, numbers: dict[bytes, int]) -> np.ndarray:

@@ -10,9 +10,8 @@ import numpy as np
 from mindspeed_cp.cluster.cluster import Cluster
 from mindspeed_cp.cluster.compute import LayerCost
 from mindspeed_cp.plan.program import Plan
-from mindspeed_cp.plan.transfers import TRANSFER, edge_steps, step_count
+from mindspeed_cp.plan.transfers import GRADIENTS, KEYS, TRANSFER, edge_steps, step_count
 from mindspeed_cp.simulate.memory import attention_peak_bytes
-from mindspeed_cp.simulate.posting import posting_seconds
 
 #: A transfer of a timeline: a TRANSFER record and the seconds `begin` and `end` between which it is under way.
 TIMED_TRANSFER = np.dtype([*TRANSFER.descr, ("begin", np.float64), ("end", np.float64)])
@@ -24,7 +23,7 @@ class Timeline:
 
     Attributes:
         total: seconds until the last rank is done.
-        compute: attention of each rank, both directions: kernels, and the posting of messages, fp64 [ranks].
+        compute: attention of each rank, both directions: kernels, and the launch of messages, fp64 [ranks].
         linear: linear layers of each rank, including projections, both directions, fp64 [ranks].
         waiting: total - compute - linear: waits for messages, and for other ranks at the end, fp64 [ranks].
         steps_forward, steps_backward: (start, computed, end) of each rank's timeline steps, fp64 [ranks, steps, 3]: the
@@ -88,10 +87,10 @@ class Timeline:
         busy = self.compute + self.linear
         return float(busy.max() / busy.mean()) if busy.mean() > 0 else 1.0
 
-    def posting(self, direction: str) -> np.ndarray:
+    def launch_overhead(self, direction: str) -> np.ndarray:
         """Return the part of `compute` in which ranks post messages, in each timeline step, fp64 [ranks, steps]."""
         steps = step_count(self.plan, direction)
-        return posting_seconds(self.transfers(direction), self.ranks, steps, self.cluster.posting)
+        return launch_overheads(self.transfers(direction), self.ranks, steps, self.cluster.posting)
 
     @property
     def exposed(self) -> np.ndarray:
@@ -151,3 +150,105 @@ def _overlap(union: np.ndarray, start: np.ndarray, stop: np.ndarray) -> float:
         return np.where(interval >= 0, lengths[interval] + inside, 0.0)
 
     return float((covered_before(stop) - covered_before(start)).sum())
+
+
+# Launch overhead of messages: the seconds in which a rank posts them, :attr:`mindspeed_cp.cluster.Cluster.posting` for
+# each.
+
+
+def launch_overheads(table: np.ndarray, ranks: int, steps: int, seconds: float) -> np.ndarray:
+    """Return the seconds that each rank spends on the launch of messages in each step, fp64 [ranks, steps].
+
+    A message is posted by both of its ends; an exchange is posted once by every rank, whatever it carries.
+
+    Args:
+        table: records of dtype :data:`mindspeed_cp.plan.transfers.TRANSFER`.
+        ranks, steps: numbers of ranks and of timeline steps.
+        seconds: of the launch of one message.
+    """
+    out = np.zeros((ranks, steps))
+    if seconds == 0 or not len(table):
+        return out
+    whole = table["exchange"] > 0
+    messages = table[~whole] if whole.any() else table
+    for end in ("src", "dst"):
+        step_of_rank = messages[end] * steps + messages["start"]
+        out += np.bincount(step_of_rank, minlength=ranks * steps).reshape(ranks, steps)
+    if whole.any():
+        exchanges = np.unique(table[whole][["start", "done", "part"]])
+        out += np.bincount(exchanges["start"], minlength=steps)
+    return out * seconds
+
+
+# Waits of the ranks in a timeline: the message that arrives last, and its two ends.
+
+
+#: After the kernels of step `step`, rank `rank` waits from `begin` to `end` (seconds) for messages that are due; the
+#: message that arrives last has index `message` in the transfers of the direction.
+WAIT_RECORD = np.dtype(
+    [
+        *((name, np.int64) for name in ("rank", "step", "message")),
+        *((name, np.float64) for name in ("begin", "end")),
+    ]
+)
+
+#: Content of a message by its kind (:data:`mindspeed_cp.plan.transfers.KINDS`), in full and for tables.
+MESSAGE_KIND_NAMES = ("keys and values", "gradients of keys and values", "q, k, v and outputs", "hidden states")
+MESSAGE_KIND_SHORT = ("keys", "gradients", "q, k, v, out", "hidden states")
+
+
+def wait_records(timeline: Timeline, direction: str) -> np.ndarray:
+    """Return the waits of all ranks in one direction: records of dtype WAIT_RECORD, by rank and step."""
+    times, sent = timeline.steps(direction), timeline.transfers(direction)
+    rank, step = np.nonzero(times[:, :, 2] > times[:, :, 1])
+    out = np.zeros(len(rank), WAIT_RECORD)
+    out["rank"], out["step"] = rank, step
+    out["begin"], out["end"] = times[rank, step, 1], times[rank, step, 2]
+    # The message of each rank and step that ends last; a rank also waits for the messages that it sends.
+    count = times.shape[1]
+    message = np.tile(np.arange(len(sent)), 2)
+    step_of_rank = np.concatenate([sent["src"], sent["dst"]]) * count + sent["done"][message]
+    order = np.lexsort((sent["end"][message], step_of_rank))
+    message, step_of_rank = message[order], step_of_rank[order]
+    out["message"] = message[np.searchsorted(step_of_rank, rank * count + step, "right") - 1]
+    return out
+
+
+def waiting_causes(timeline: Timeline) -> list[tuple[str, float]]:
+    """Return why ranks do not compute: (cause, mean seconds of a rank), the largest first.
+
+    The sum is the mean of `timeline.waiting`. A cause is a kind of message, inside nodes or between nodes, or the
+    slowest rank.
+    """
+    seconds_by_cause: dict[str, float] = {}
+    for direction, sent in (("forward", timeline.transfers_forward), ("backward", timeline.transfers_backward)):
+        waits = wait_records(timeline, direction)
+        messages = sent[waits["message"]]
+        far = is_internode(messages, timeline.cluster)
+        for kind, name in enumerate(MESSAGE_KIND_SHORT):
+            for is_between, location in enumerate(("inside nodes", "between nodes")):
+                selected = waits[(messages["kind"] == kind) & (far == is_between)]
+                seconds = float((selected["end"] - selected["begin"]).sum()) / timeline.ranks
+                if seconds > 0:
+                    key = f"{name} {location}"
+                    seconds_by_cause[key] = seconds_by_cause.get(key, 0.0) + seconds
+    late = float((timeline.waiting - timeline.exposed).mean())
+    if late > 1e-12 + 1e-9 * timeline.total:
+        seconds_by_cause["the slowest rank at the end"] = late
+    return sorted(seconds_by_cause.items(), key=lambda entry: -entry[1])
+
+
+def fetch_waits(timeline: Timeline) -> float:
+    """Return the mean seconds in which a rank waits for keys and values, or their gradients, between steps."""
+    seconds = 0.0
+    for direction, sent in (("forward", timeline.transfers_forward), ("backward", timeline.transfers_backward)):
+        if np.isin(sent["kind"], (KEYS, GRADIENTS)).any():
+            waits = wait_records(timeline, direction)
+            waits = waits[np.isin(sent["kind"][waits["message"]], (KEYS, GRADIENTS))]
+            seconds += float((waits["end"] - waits["begin"]).sum())
+    return seconds / timeline.ranks
+
+
+def is_internode(sent: np.ndarray, cluster: Cluster) -> np.ndarray:
+    """Return which transfers go between nodes, int64, 0 or 1."""
+    return (sent["src"] // cluster.ranks_per_node != sent["dst"] // cluster.ranks_per_node).astype(np.int64)

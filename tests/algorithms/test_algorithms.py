@@ -36,7 +36,7 @@ def test_tiles_are_trimmed_and_their_pairs_counted(problem, data):
     """No empty tile, no row that sees nothing, no key that nobody sees; the work of all ranks is what the mask shows."""
     algorithm, given_options = data.draw(choices(problem.ranks))
     plan = problem.plan(algorithm, **given_options)
-    left, right = problem.attention.reach
+    left, right = problem.attention.visible_range
     visible = 0
     for q_len, k_len in zip(plan.documents.lengths, plan.kv_documents.lengths, strict=True):
         distance = np.arange(k_len)[None, :] - np.arange(q_len)[:, None]

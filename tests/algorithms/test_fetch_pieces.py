@@ -19,7 +19,7 @@ from mindspeed_cp.plan.program import DIRECTIONS
 from mindspeed_cp.plan.transfers import traffic
 from mindspeed_cp.plan.verify import peak_bytes
 from mindspeed_cp.simulate.simulator import simulate_plan
-from mindspeed_cp.simulate.waits import fetch_waits, waiting_causes
+from mindspeed_cp.simulate.timeline import fetch_waits, waiting_causes
 from tests.algorithms.test_kv_fetch import placements, plan_of
 
 MHA = AttentionConfig(heads=16, head_dim=8)

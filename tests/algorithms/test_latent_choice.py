@@ -9,12 +9,12 @@ import pytest
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology, build_plan, simulate_plan, verify_plan
 from mindspeed_cp.algorithms import ALGORITHMS
-from mindspeed_cp.algorithms.layer_plans import build_layer_plans
+from mindspeed_cp.algorithms.plan_cache import build_layer_plans
 from mindspeed_cp.cluster.cluster import load_cluster
 from mindspeed_cp.cluster.compute import ComputeCost
 from mindspeed_cp.config import load_settings
 from mindspeed_cp.config.derived import rank_attention
-from mindspeed_cp.plan.keys_read import joined_runs
+from mindspeed_cp.plan.tiles import joined_runs
 from mindspeed_cp.plan.transfers import traffic
 from mindspeed_cp.simulate.memory import attention_bytes_upper_bound, attention_peak_bytes
 

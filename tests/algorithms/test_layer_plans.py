@@ -6,8 +6,7 @@ import pytest
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology, build_plan, verify_plan
 from mindspeed_cp.algorithms import ALGORITHMS, register_algorithm
-from mindspeed_cp.algorithms.layer_plans import build_layer_plans
-from mindspeed_cp.algorithms.plan_cache import PlanCache
+from mindspeed_cp.algorithms.plan_cache import PlanCache, build_layer_plans
 from mindspeed_cp.report.plan import summarize_plan
 
 DOCUMENTS = Documents([700, 3, 0, 90, 41, 260, 12])

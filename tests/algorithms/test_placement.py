@@ -24,7 +24,7 @@ from mindspeed_cp.algorithms.placement.policy import (
     part_weights,
     split_parts,
 )
-from mindspeed_cp.algorithms.placement.search import PlacementResult, _Trial, search_placements
+from mindspeed_cp.algorithms.placement.search import PlacementSearch, _Trial
 from mindspeed_cp.cluster import LayerCost, load_cluster
 from mindspeed_cp.cluster.cluster import cluster_of
 from mindspeed_cp.data.lengths import sample_batch
@@ -59,7 +59,8 @@ def test_after_the_fastest_placement_come_those_of_other_kinds_that_are_nearly_a
     for number, (policy, seconds, most) in enumerate(policies.values()):
         score = SimpleNamespace(tokens=np.array([2 - most, most]))
         tried.append(_Trial(Placement(policy, members, {}), score, seconds, number))  # type: ignore[arg-type]
-    result = PlacementResult(tried[0].score, (), 0.9, SimpleNamespace(tried=tried))  # type: ignore[arg-type]
+    result = PlacementSearch.__new__(PlacementSearch)  # without a search
+    result.tried = tried
     names = {trial.placement: name for trial, name in zip(tried, policies, strict=True)}
     order = [names[placement] for placement in result.best_of_policies(9)]
     assert order == ["fastest", "inside nodes", "layout of its own", "alike", "equal tokens", "slow"]
@@ -69,7 +70,7 @@ def test_after_the_fastest_placement_come_those_of_other_kinds_that_are_nearly_a
 def test_documents_of_a_rank_are_tried_whole_with_a_layout_for_linear_layers() -> None:
     """15 equal documents on 8 ranks: the model's fastest first placement with such a layout splits all heads."""
     topology, attention = Topology(1, 8, "h200"), AttentionConfig(heads=32, kv_heads=8, head_dim=128)
-    result = search_placements(model_of(Documents([5460] * 15), topology, attention))
+    result = PlacementSearch(model_of(Documents([5460] * 15), topology, attention))
     policy = result.ranked[0].policy
     assert policy.remap and not result.ranked[0].split and result.score.total < 1.02 * result.bound
 
@@ -262,7 +263,7 @@ def test_all_documents_go_to_groups_of_any_number_of_nodes_that_heads_allow() ->
         placements[nodes] = placement
     default = placer.place(PlacementPolicy(0, 0, everywhere=True))
     assert default.split.keys() == placements[4].split.keys()
-    tried = {trial.placement.policy.group_nodes for trial in search_placements(model).search.tried}
+    tried = {trial.placement.policy.group_nodes for trial in PlacementSearch(model).tried}
     assert tried == {0, 2}
 
 
@@ -272,7 +273,7 @@ def test_clusters_whose_launches_and_posts_take_no_time_are_planned_for(tmp_path
         values = asdict(load_cluster("a2")) | {"launch": launch, "posting": posting}
         path.write_text("".join(f"{key}: {value}\n" for key, value in values.items()), encoding="utf-8")
         model = model_of(Documents([5000, 40, 700]), Topology(2, 2, str(path)), AttentionConfig(heads=8, head_dim=64))
-        assert search_placements(model).score.total >= model.bound
+        assert PlacementSearch(model).score.total >= model.bound
 
 
 def test_flexible_groups_of_whole_nodes_split_heads_inside_nodes_alone() -> None:

@@ -23,7 +23,7 @@ from mindspeed_cp.choose.lower_bounds import (
 from mindspeed_cp.cluster import ComputeCost, LayerCost
 from mindspeed_cp.data.lengths import sample_batch
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.plan.pairs import visible_pairs
+from mindspeed_cp.plan.problem import visible_pairs
 from mindspeed_cp.simulate.memory import attention_bytes_upper_bound, attention_peak_bytes
 
 GQA = AttentionConfig(heads=32, kv_heads=8, head_dim=128)

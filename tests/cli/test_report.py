@@ -127,7 +127,7 @@ def test_the_prediction_is_the_simulator_s(tmp_path: Path, capsys: pytest.Captur
     both = ("forward", "backward")
     for rank, said in enumerate(step["ranks"]):
         predicted = said["predicted"]
-        posted = sum(timeline.posting(way)[rank].sum() for timeline in made for way in both)
+        posted = sum(timeline.launch_overhead(way)[rank].sum() for timeline in made for way in both)
         assert posted > 0
         kernels = sum(timeline.compute[rank] for timeline in made) - posted
         assert predicted["attention"] == pytest.approx(3 * kernels)

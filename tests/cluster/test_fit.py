@@ -11,8 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mindspeed_cp.cluster import cluster_names, load_cluster
-from mindspeed_cp.cluster.fit import fit_attention, fit_rate, fit_terms
-from mindspeed_cp.cluster.measurements import MeasuredFits, Measurement, read_measurements
+from mindspeed_cp.cluster.calibration import (
+    MeasuredFits,
+    Measurement,
+    fit_attention,
+    fit_rate,
+    fit_terms,
+    read_measurements,
+)
 from mindspeed_cp.errors import ConfigError
 
 #: Public data that lies beside a checkout and never in it.

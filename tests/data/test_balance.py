@@ -18,7 +18,7 @@ from mindspeed_cp.data.balance import Assignment
 from mindspeed_cp.data.packing import DOC_CHUNK
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import AttentionConfig
-from mindspeed_cp.plan.pairs import visible_pairs
+from mindspeed_cp.plan.problem import visible_pairs
 from tests.data.corpora import law
 
 BOUND = 64
@@ -232,7 +232,7 @@ def test_it_beats_packing_by_tokens_and_is_at_least_about_as_good_as_differencin
 def test_visible_pairs_are_counted_exactly(length: int, left: int, mask: str, right: int) -> None:
     window = (left, 0 if mask == "causal" else right)
     attention = AttentionConfig(1, mask=mask, window=window)
-    reach = attention.reach
+    reach = attention.visible_range
     pairs = sum(1 for q in range(length) for k in range(length) if -reach[1] <= q - k <= reach[0])
     assert visible_pairs(np.array([length]), np.array([length]), attention)[0] == pairs
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mindspeed_cp.data import Dispatcher, PackedStream, contents, corpus_digests, different_documents
+from mindspeed_cp.data import Dispatcher, PackedStream, corpus_digests, different_documents
 from mindspeed_cp.errors import ConfigError
 from tests.data.corpora import ListCorpus
 
@@ -27,6 +27,7 @@ class Changed(ListCorpus):
         return tokens
 
 
+CORPUS = "mindspeed_cp.data.corpus"
 LENGTHS = [40_000, *range(1, 60), 0, 17]
 
 
@@ -47,9 +48,9 @@ def _ends(where: str) -> tuple[int, int]:
 
 def test_of_a_large_corpus_some_blocks_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same ones every time, in proportion to the tokens; another corpus of the same lengths differs all over."""
-    monkeypatch.setattr(contents, "WHOLE_TOKENS", 1000)
-    monkeypatch.setattr(contents, "SAMPLED_BLOCKS", 50)
-    monkeypatch.setattr(contents, "BLOCK_TOKENS", 16)
+    monkeypatch.setattr(f"{CORPUS}.WHOLE_TOKENS", 1000)
+    monkeypatch.setattr(f"{CORPUS}.SAMPLED_BLOCKS", 50)
+    monkeypatch.setattr(f"{CORPUS}.BLOCK_TOKENS", 16)
     corpus = Changed([300] * 500)
     digests = corpus_digests(corpus)
     assert 0 < corpus.read <= 50 * 16

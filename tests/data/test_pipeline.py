@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mindspeed_cp.data import assign
 from mindspeed_cp.data.balance import make_dispatch_problem
-from mindspeed_cp.data.pipeline import BACKWARD, MOST_SPLIT, pipeline_time, pipelined
+from mindspeed_cp.data.candidates import BACKWARD, MOST_SPLIT, pipeline_time, pipelined
 from tests.data.corpora import law
 
 BOUND = 64

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from mindspeed_cp.cluster import LayerCost, load_cluster
 from mindspeed_cp.data import Dispatcher, DocumentCost, PackedStream, PoolModel
 from mindspeed_cp.data.packing import DOC_CHUNK
-from mindspeed_cp.data.pool import documents_of_lengths
-from mindspeed_cp.data.subpools import assign_to_pools
+from mindspeed_cp.data.pool import assign_to_pools, documents_of_lengths
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import AttentionConfig, Topology
 from tests.data.corpora import ListCorpus, law

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mindspeed_cp.data import Dispatcher, PackedStream, PoolModel
-from mindspeed_cp.data.subpools import assign_to_pools
+from mindspeed_cp.data.pool import assign_to_pools
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import Topology
 from tests.data.corpora import ListCorpus, law

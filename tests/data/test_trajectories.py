@@ -1,4 +1,4 @@
-"""Groups of trajectories: files, generated ones, rows of whole groups, dispatch by what trees cost."""
+"""Groups of trajectories: files, rows of whole groups, dispatch by what trees cost."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from mindspeed_cp.data import (
     Dispatcher,
     DocumentCost,
     PoolModel,
-    Rollouts,
-    RolloutShape,
     TrajectoryCorpus,
     TrajectoryGroup,
     TreeRow,
@@ -32,7 +30,7 @@ from mindspeed_cp.data import (
     open_trajectories,
 )
 from mindspeed_cp.errors import ConfigError
-from tests.data.corpora import ListCorpus, law, same
+from tests.data.corpora import law, same
 
 ATTENTION = AttentionConfig(heads=4, kv_heads=2, head_dim=64, head_dim_v=64)
 LAYER = LayerCost.for_attention(ATTENTION)
@@ -175,14 +173,14 @@ def test_a_line_is_a_group_of_texts_or_token_numbers(tmp_path: Path) -> None:
         ('{"trajectories": ["a"], "weights": [NaN]}', r"weights\[0\] is nan"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, line: Any, words: str) -> None:
+def test_the_error_of_a_bad_line_has_file_and_line(tmp_path: Path, line: Any, words: str) -> None:
     path = write(tmp_path / "a.jsonl", {"trajectories": ["a"]}, line)
     with pytest.raises(ConfigError, match=words) as error:
         open_trajectories(str(path))
     assert str(error.value).startswith(f"{path}:2: ")
 
 
-def test_a_group_longer_than_the_context_is_named(tmp_path: Path) -> None:
+def test_the_error_of_a_group_longer_than_the_context_has_its_line(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", {"trajectories": ["abc"]}, {"trajectories": ["abcd", "abcde"]})
     assert len(open_trajectories(str(path), context=7)) == 2
     with pytest.raises(
@@ -191,8 +189,8 @@ def test_a_group_longer_than_the_context_is_named(tmp_path: Path) -> None:
         open_trajectories(str(path), context=6)
 
 
-def test_missing_and_changed_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no such file or folder; valid: 'rollouts', a \.jsonl file"):
+def test_a_missing_or_changed_file_is_in_the_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no such file or folder; valid: a \.jsonl file"):
         open_trajectories(str(tmp_path / "none"))
     write(tmp_path / "a.txt", "x")
     with pytest.raises(ConfigError, match=r"suffix '\.txt' is not read"):
@@ -213,38 +211,6 @@ def test_weights_of_nothing_cannot_be_learned() -> None:
     check_learnable(TrajectoryCorpus(ListGroups([[[1, 2]]])), "a.jsonl")
 
 
-# generated groups
-
-
-def test_rollouts_have_the_shape_that_is_asked_for() -> None:
-    shape = RolloutShape(groups=6, prompt_tokens=(5, 9), answers=3, answer_tokens=(2, 4), turns=1)
-    rollouts = Rollouts(ListCorpus([400, 3, 300]), shape, seed=1)
-    for number in range(len(rollouts)):
-        group = rollouts.read(number)
-        prompt = int(np.count_nonzero(group.weights[0] == 0))
-        assert len(group.trajectories) == 3 and 5 <= prompt <= 9
-        for trajectory, weight in zip(group.trajectories, group.weights, strict=True):
-            assert 2 <= len(trajectory) - prompt <= 4 and trajectory[-1] == EOD
-            assert weight.tolist() == [0.0] * prompt + [1.0] * (len(trajectory) - prompt)
-            assert trajectory[:prompt].tolist() == group.trajectories[0][:prompt].tolist()
-            assert (np.diff(trajectory[:prompt]) == 1).all(), "a prompt is a run of a document"
-    assert [x.tolist() for x in rollouts.read(2).trajectories] == [x.tolist() for x in rollouts.read(2).trajectories]
-    other = Rollouts(ListCorpus([400, 3, 300]), shape, seed=2)
-    assert rollouts.read(0).trajectories[0].tolist() != other.read(0).trajectories[0].tolist()
-
-
-def test_turns_continue_one_answer() -> None:
-    shape = RolloutShape(groups=4, prompt_tokens=(5, 5), answers=3, answer_tokens=(4, 6), turns=4)
-    corpus = TrajectoryCorpus(Rollouts(ListCorpus([10_000]), shape, seed=3))
-    for number in range(4):
-        packed, _ = corpus.group(number)
-        assert len(packed.tree_tokens) == 3 * (3 - 1) + 3
-        trees = packed.documents.trees
-        assert trees is not None and trees.depths.max() == 4
-    with pytest.raises(ConfigError, match=r"no document that runs are taken from has more than 9 tokens"):
-        Rollouts(ListCorpus([9, 4]), RolloutShape(prompt_tokens=(1, 9), answer_tokens=(1, 2)), 0)
-
-
 # dispatch
 
 
@@ -252,9 +218,18 @@ def tree_cost(ranks: int = 2) -> DocumentCost:
     return DocumentCost(load_cluster("a3"), ((ATTENTION, LAYER),) * 2, ranks, whole_documents=True)
 
 
-def generated(turns: int = 1, groups: int = 24) -> TrajectoryCorpus:
-    shape = RolloutShape(groups, (20, 900), 4, (8, 300), turns)
-    return TrajectoryCorpus(Rollouts(ListCorpus([10**5]), shape, seed=5))
+def generated(turns: int = 1) -> TrajectoryCorpus:
+    """24 groups of 4 answers a turn, to a prompt of 20 to 900 tokens; a turn's answers continue the first of the one before."""
+    random = np.random.default_rng(5)
+    groups = []
+    for _ in range(24):
+        path, group = random.integers(0, 250, random.integers(20, 900)).tolist(), []
+        for _ in range(turns):
+            answers = [path + random.integers(0, 250, random.integers(8, 300)).tolist() for _ in range(4)]
+            path, *others = answers
+            group += others
+        groups.append([*group, path])
+    return TrajectoryCorpus(ListGroups(groups))
 
 
 def test_a_group_costs_what_its_trees_cost() -> None:

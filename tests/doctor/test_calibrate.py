@@ -86,7 +86,7 @@ def test_this_cpu_is_measured_and_its_preset_loads(measured: tuple[Path, dict[st
 
 
 def test_the_error_of_the_fit_is_shown(measured: tuple[Path, dict[str, Any]]) -> None:
-    from mindspeed_cp.cluster.measurements import MeasuredFits, Measurement
+    from mindspeed_cp.cluster.calibration import MeasuredFits, Measurement
 
     _, report = measured
     assert set(report["fits"]) == {"attention", "linear", "in_node"}

@@ -28,7 +28,7 @@ from mindspeed_cp.comm import ExchangePart, InMemoryNetwork, InMemoryTransport, 
 from mindspeed_cp.engine.agreement import plan_digest
 from mindspeed_cp.engine.all_ranks import Stepping, run_all_ranks
 from mindspeed_cp.errors import PeerError
-from mindspeed_cp.plan.exchanges import ALIGNMENT, Exchanges
+from mindspeed_cp.plan.program import ALIGNMENT, Exchanges
 from tests.engine.cases import Case, run_all, run_here, worst
 
 #: Ragged rows, ranks without rows, rows of an odd number of bytes, keys of other lengths, positions, a single rank's row.

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents
 from mindspeed_cp.layout import contiguous
-from mindspeed_cp.plan.pairs import document_pairs, run_pairs
+from mindspeed_cp.plan.problem import document_pairs, run_pairs
 from tests.engine.draw import blocks, parents
 
 
@@ -43,7 +43,7 @@ def test_cuts_and_counts_are_those_of_the_tokens(
         assert documents.blocks is None
         return
     attention = AttentionConfig(1, window=window)
-    pairs = visible(documents, attention.reach[0]).sum(1)
+    pairs = visible(documents, attention.visible_range[0]).sum(1)
     token = np.arange(documents.tokens)
     doc = documents.document_of(token)
     assert documents.blocks is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mindspeed_cp.plan.exchanges import Exchanges
+from mindspeed_cp.plan.program import Exchanges
 from tests.engine.cases import worst
 from tests.engine.test_exchange import CASES, on
 from tests.npu.ranks import start

@@ -104,7 +104,7 @@ def test_calls_hold_every_visible_pair_of_a_slot_once(problem, squares, rows, ha
     attention, queries, keys, q_spans, k_spans = problem
     tiles = tiles_between(q_spans, k_spans, queries, attention, keys)
     (q_doc, q_pos), (k_doc, k_pos) = positions(q_spans, queries), positions(k_spans, keys)
-    left, right = attention.reach
+    left, right = attention.visible_range
     away = q_pos[:, None] - k_pos
     sees = (q_doc[:, None] == k_doc) & (away <= left) & (away >= -right)
     count = np.zeros(sees.shape, int)

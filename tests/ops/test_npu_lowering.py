@@ -139,7 +139,7 @@ def check(program: Program, rank: int, lowering, limits: CallLimits) -> None:
     """All calls of a rank: every visible pair of every step once, with its distance."""
     attention = program.attention
     q_doc, q_pos = rows_of(program.q_layout_compute.rank_spans(rank), program.q_layout_compute.documents.offsets)
-    left, right = attention.reach
+    left, right = attention.visible_range
     contents: dict[tuple[int, int], list[np.void]] = {}
     for content in program.contents_of(rank):
         contents.setdefault((int(content["step"]), int(content["slot"])), []).append(content)
@@ -158,7 +158,7 @@ def check(program: Program, rank: int, lowering, limits: CallLimits) -> None:
             check_rules(call, limits)
             q, k, distance = expanded(call)
             np.add.at(count, (q, k), 1)
-            if attention.slopes is not None and attention.reach != (0, 0):
+            if attention.slopes is not None and attention.visible_range != (0, 0):
                 assert call.start_idx is not None and (distance == np.abs(away[q, k])).all()
                 assert limits.share_calls or call.bias_shift is None
             else:
@@ -190,7 +190,7 @@ def test_calls_of_any_plan_hold_every_visible_pair_once_and_break_no_rule(data):
     tiles, rows = program.tiles(rank), int(plan.q_layout_compute.token_counts[rank])
     cut = np.where(tiles["mask"] == BAND, tiles["k_rows"], 0)
     too_tall = len(tiles) and max(tiles["q_rows"].max(), cut.max()) > limits.max_rows
-    if too_tall and problem.attention.reach != (0, 0):
+    if too_tall and problem.attention.visible_range != (0, 0):
         with pytest.raises(ConfigError, match="use more context-parallel ranks"):
             lower_to_fused_calls(tiles, rows, problem.attention, limits)
     else:

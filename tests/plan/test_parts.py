@@ -22,7 +22,7 @@ from mindspeed_cp.plan import (
     select_layout,
     traffic,
 )
-from mindspeed_cp.plan.verify.parts import interleaved_program
+from mindspeed_cp.plan.verify.structure import interleaved_program
 from tests.layout.layouts import equal_tokens
 from tests.plan.head_split import head_split_part
 from tests.plan.parts import mixed_plan, remapped, shuffled

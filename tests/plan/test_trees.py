@@ -15,8 +15,8 @@ from mindspeed_cp import AttentionConfig, ConfigError, Documents, PlanError, Top
 from mindspeed_cp.algorithms import ALGORITHMS
 from mindspeed_cp.layout import Layout, contiguous, zigzag
 from mindspeed_cp.plan import CAUSAL, FULL, Plan
-from mindspeed_cp.plan.pairs import document_pairs
 from mindspeed_cp.plan.parts import combine, select_documents, select_layout
+from mindspeed_cp.plan.problem import document_pairs
 from mindspeed_cp.plan.tiles import count_pairs
 from mindspeed_cp.simulate.tile_work import TileCounter
 from tests.engine.cases import VARIANTS, Case
@@ -61,7 +61,7 @@ def test_random_forests_are_proved(documents: Documents, ranks: int, attention: 
     plan = case.plan()
     assert plan.documents == documents
     verify_plan(plan)
-    pairs = visible(documents, attention.reach[0]).sum(1)
+    pairs = visible(documents, attention.visible_range[0]).sum(1)
     by_document = np.bincount(documents.document_of(np.arange(documents.tokens)), pairs, len(documents))
     assert document_pairs(documents, documents, attention).tolist() == by_document.tolist()
     assert plan.work().sum() == 4 * pairs.sum()
@@ -123,7 +123,7 @@ def test_tiles_cover_just_the_visible_pairs(ranks: int, window: tuple[int, int] 
                     first, stop = first + max(0, ahead - 7), min(stop, first + ahead + 1)
                 seen[queries[tile["q_row"] + i], keys[first:stop]] += 1
         assert count_pairs(tiles, attention).sum() * 4 == plan.work_of(rank).sum()
-    assert np.array_equal(seen, visible(AGENT, attention.reach[0]).astype(int))
+    assert np.array_equal(seen, visible(AGENT, attention.visible_range[0]).astype(int))
 
 
 def test_answers_side_by_side_share_the_tiles_of_their_prompt() -> None:

@@ -13,7 +13,7 @@ from mindspeed_cp.choose.candidates import Candidate
 from mindspeed_cp.choose.compare import Comparison, SimulationCase, compare_algorithms
 from mindspeed_cp.cluster import LayerCost, load_cluster
 from mindspeed_cp.simulate.simulator import simulate_plan
-from mindspeed_cp.simulate.waits import wait_records, waiting_causes
+from mindspeed_cp.simulate.timeline import wait_records, waiting_causes
 
 BATCHES = (Documents([3000, 40, 900, 5200, 0, 260]), Documents([8000, 100]))
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.published.training_step import simulate_layers
+from benchmarks.published.timing import simulate_layers
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, simulate_plan
 from mindspeed_cp.algorithms.hierarchical import plan_from_placement
 from mindspeed_cp.algorithms.linear_layout import cheapest_mode, with_linear_layout
@@ -17,7 +17,7 @@ from mindspeed_cp.algorithms.placement.policy import PlacementPolicy
 from mindspeed_cp.cluster import ComputeCost, LayerCost, load_cluster
 from mindspeed_cp.cluster.cluster import cluster_of
 from mindspeed_cp.plan.transfers import HIDDEN_STATES, KEYS, REDISTRIBUTION, edge_steps, transfers
-from mindspeed_cp.simulate.linear_times import linear_times
+from mindspeed_cp.simulate.simulator import linear_times
 
 MHA = AttentionConfig(heads=32, head_dim=128)
 LAYER = LayerCost.for_attention(MHA)

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from mindspeed_cp.cluster import load_cluster
-from mindspeed_cp.simulate.link_queues import LinkQueues
-from mindspeed_cp.simulate.shared_links import ARRIVALS, share_busy_periods
+from mindspeed_cp.simulate.link_queues import ARRIVALS, LinkQueues, share_busy_periods
 
 
 def in_turns(link: np.ndarray, ready: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.published.training_step import simulate_layers, simulate_step
+from benchmarks.published.timing import simulate_layers, simulate_step
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, simulate_plan
 from mindspeed_cp.cluster import ComputeCost, LayerCost, load_cluster
 from mindspeed_cp.data.lengths import sample_batch

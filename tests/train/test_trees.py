@@ -167,27 +167,22 @@ def test_a_resumed_run_goes_on_exactly(
 
 
 @pytest.mark.thorough
-def test_the_configuration_generates_groups(fresh_ranks: FreshRanks, tmp_path: Path) -> None:
-    changes = ("data.seq_length=512", "data.rollout_groups=12", "data.rollout_prompt_tokens=[64,128]",
-               "data.rollout_answer_tokens=[8,32]", "data.rollout_turns=2", "train.train_iters=2", "train.lr_warmup_iters=1",
+def test_the_configuration_has_the_losses_of_one_rank(groups: Path, fresh_ranks: FreshRanks, tmp_path: Path) -> None:
+    changes = (f"data.corpus={groups}", "data.seq_length=512", "train.train_iters=2", "train.lr_warmup_iters=1",
                "model.hidden_size=48", f"output.folder={tmp_path}", "output.progress=none", "output.loss_png=false")  # fmt: skip
     settings = load_settings(CONFIG, changes)
     lines = curve(fresh_ranks, settings, 4)
     alone = load_settings(CONFIG, (*changes, "context_parallel_suite.context_parallel_size=1", "context_parallel_suite.nodes=1",
                                  f"output.folder={tmp_path}/one"))  # fmt: skip
     assert_same(lines, curve(fresh_ranks, alone, 1))
-    assert all(line["tokens"] < 0.5 * line["flat_tokens"] for line in lines)
+    assert all(line["tokens"] < 0.8 * line["flat_tokens"] for line in lines)
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (dict(data__corpus="rollouts", data__trajectories=False), r"^data\.trajectories = false: must be true with corpus: rollouts"),
-        (dict(data__corpus="stdlib"), r"^data\.corpus = \"stdlib\": has documents, no trajectories; use rollouts"),
+        (dict(data__corpus="stdlib"), r"^data\.corpus = \"stdlib\": has documents, no trajectories; use a \.jsonl file"),
         (dict(data__trajectories=False, data__min_shared_tokens=2), r"^data\.min_shared_tokens = 2: has an effect only with trajectories: true"),
-        (dict(data__rollout_turns=2), r"^data\.rollout_turns = 2: has an effect only with corpus: rollouts"),
-        (dict(data__corpus="rollouts", data__rollout_prompt_tokens=[4, 3]), r"^data\.rollout_prompt_tokens = \[4, 3\]: must be \[least, most\]"),
-        (dict(data__corpus="rollouts", data__rollout_answer_tokens=[0, 3]), r"^data\.rollout_answer_tokens = \[0, 3\]: must be \[least, most\]"),
     ],
 )  # fmt: skip
 def test_settings_that_do_not_fit_are_named(groups: Path, tmp_path: Path, changes: dict[str, Any], words: str) -> None:

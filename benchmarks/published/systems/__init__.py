@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from benchmarks.published.systems.balanced_queries import dist_ca, magi_attention
-from benchmarks.published.systems.case import Case
 from benchmarks.published.systems.even import (
+    Case,
     all_gather,
     double_ring,
     eod_ring,

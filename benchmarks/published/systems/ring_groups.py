@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from benchmarks.published.bins import assigned_ranks, packed_bins, ring_seconds, seated
-from benchmarks.published.groups import Thresholds, power_of_two_groups, zoned_groups
-from benchmarks.published.rings import Group, grouped_rings
-from benchmarks.published.routed import RoutedLinkQueues, routing_pays
-from benchmarks.published.systems.case import Case
+from benchmarks.published.rings import Group, RoutedLinkQueues, grouped_rings, routing_pays
+from benchmarks.published.systems.even import Case
 from benchmarks.published.timing import Candidate
 from mindspeed_cp import AttentionConfig, Documents, Topology
 from mindspeed_cp.algorithms.hierarchical import plan_from_placement
@@ -21,10 +19,218 @@ from mindspeed_cp.algorithms.linear_layout import cheapest_mode, with_linear_lay
 from mindspeed_cp.algorithms.placement.estimate import PlacementModel
 from mindspeed_cp.algorithms.placement.placer import DocumentPlacer
 from mindspeed_cp.algorithms.placement.policy import DocumentShares, Placement, PlacementPolicy
-from mindspeed_cp.cluster import LayerCost
+from mindspeed_cp.cluster import Cluster, ComputeCost, LayerCost
+from mindspeed_cp.cluster.compute import ATTENTION_BACKWARD, LINEAR_BACKWARD
+from mindspeed_cp.plan.problem import visible_pairs
+from mindspeed_cp.plan.transfers import GRADIENT_BYTES
 
 #: `max_seqlen_per_dp_cp_rank` of dynamic context parallelism: tokens of a document that a rank takes. All are tried.
 MOST_TOKENS = (2048, 4096, 8192)
+
+# Which ranks share each document, as the systems that choose it per document do.
+
+
+def power_of_two_groups(lengths: np.ndarray, ranks: int, most: int) -> list[Group]:
+    """Return the groups of Megatron's dynamic context parallelism: a power of two of neighbouring ranks each.
+
+    A document of s tokens takes the least power of two of ranks that leaves none with more than `most` of them, and
+    costs each of these s * s / ranks. Documents go, longest first, to the aligned group of their size whose busiest
+    rank has least to do.
+
+    Args:
+        lengths: of the documents, int64 [documents].
+        ranks: how many there are; groups are no larger than the largest power of two among them.
+        most: tokens of a document that a rank takes (`max_seqlen_per_dp_cp_rank`).
+    """
+    groups: list[Group] = [(0,)] * len(lengths)
+    load = np.zeros(ranks)
+    for doc in np.argsort(-lengths, kind="stable").tolist():
+        size = power_of_two(int(lengths[doc]), ranks, most)
+        starts = np.arange(0, ranks - size + 1, size)
+        first = int(starts[np.argmin([load[start : start + size].max() for start in starts])])
+        load[first : first + size] += float(lengths[doc]) ** 2 / size
+        groups[doc] = tuple(range(first, first + size))
+    return groups
+
+
+def power_of_two(length: int, ranks: int, most: int) -> int:
+    """Return the least power of two of ranks, of so many at most, that has room for a document, `most` tokens each."""
+    size = 1
+    while size * most < length and 2 * size <= ranks:
+        size *= 2
+    return size
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Where the zones of a hierarchical partition begin.
+
+    Attributes:
+        node: documents with more work than this part of a node's equal share cross nodes.
+        rank: documents with more work than this part of a rank's equal share are cut inside a node.
+    """
+
+    node: float
+    rank: float
+
+
+def zoned_groups(
+    of_node: np.ndarray, of_rank: np.ndarray, nodes: int, per_node: int, thresholds: Thresholds
+) -> list[Group]:
+    """Return the groups of Zeppelin's hierarchical partition: across nodes, inside a node, or on one rank.
+
+    First nodes are filled, then the ranks of each, longest documents first. A document that crosses takes all ranks of
+    the fewest nodes whose equal shares hold it, those with the least; others go to the node with the least. Inside a
+    node a document takes the fewest ranks whose equal shares hold it, those with the least. Members of a group have
+    equal shares.
+
+    Args:
+        of_node: what documents fill nodes with, in any unit, fp64 [documents].
+        of_rank: what they fill ranks with, fp64 [documents].
+        nodes, per_node: the ranks, numbered node by node.
+        thresholds: lengths above which documents go to a node, or across nodes.
+    """
+    groups: list[Group] = [(0,)] * len(of_rank)
+    fair_node = max(float(of_rank.sum()) / nodes, 1e-30)
+    fair_rank = fair_node / per_node
+    filled = [0.0] * nodes
+    load = np.zeros((nodes, per_node))
+    for doc in np.argsort(-of_rank, kind="stable").tolist():
+        need = min(nodes, max(1, int(np.ceil(of_rank[doc] / fair_node / thresholds.node))))
+        chosen = sorted(heapq.nsmallest(need, range(nodes), key=filled.__getitem__))
+        for node in chosen:
+            filled[node] += of_node[doc] / need
+        if need > 1:
+            load[chosen] += of_rank[doc] / need / per_node
+            groups[doc] = tuple(node * per_node + rank for node in chosen for rank in range(per_node))
+            continue
+        node = chosen[0]
+        count = min(per_node, max(1, int(np.ceil(of_rank[doc] / fair_rank / thresholds.rank))))
+        ranks = sorted(np.argsort(load[node], kind="stable")[:count].tolist())
+        load[node, ranks] += of_rank[doc] / count
+        groups[doc] = tuple(node * per_node + rank for rank in ranks)
+    return groups
+
+
+# Bins of documents, each with a ring over a group of any number of ranks: the problem of DHP, arXiv 2602.21788.
+#
+# First documents are packed into bins by best fit, longest first; a bin has the fewest ranks that have room for it.
+# Then ranks are assigned so that the slowest bin is done soonest, by dynamic programming over bins and ranks::
+#
+#     least[bin, ranks] = min over d of max(least[bin - 1, ranks - d], seconds[bin, d])
+
+
+BYTES = 2  # of an element of keys and values
+
+
+def packed_bins(sizes: np.ndarray, room: float) -> tuple[np.ndarray, np.ndarray]:
+    """Pack documents, largest first, each into the fullest bin that has room for it, else into a new bin of the fewest
+    ranks that have.
+
+    Args:
+        sizes: of the documents, fp64 [documents].
+        room: of a rank.
+
+    Returns:
+        Bin of each document, int64 [documents], and ranks that each bin needs, int64 [bins].
+    """
+    bin_of = np.zeros(len(sizes), np.int64)
+    left: list[float] = []
+    needs: list[int] = []
+    for doc in np.argsort(-sizes, kind="stable").tolist():
+        size = float(sizes[doc])
+        fits = [number for number, rest in enumerate(left) if rest >= size]
+        if fits:
+            number = min(fits, key=left.__getitem__)
+        else:
+            number = len(left)
+            needs.append(max(1, int(np.ceil(size / room))))
+            left.append(needs[-1] * room)
+        left[number] -= size
+        bin_of[doc] = number
+    return bin_of, np.array(needs, np.int64)
+
+
+def ring_seconds(
+    lengths: np.ndarray, bin_of: np.ndarray, bins: int, ranks: int, attention: AttentionConfig, cluster: Cluster
+) -> np.ndarray:
+    """Return the seconds of one layer of each bin on rings of 1 to `ranks` ranks, forward and backward: attention or
+    the transfers of keys and gradients, whichever take longer, and linear layers, fp64 [bins, ranks].
+
+    Args:
+        lengths: of the documents, int64 [documents].
+        bin_of: bin of each document, int64 [documents].
+        bins: number of bins.
+        ranks: most ranks of a ring.
+        attention: of the layer, with a causal mask.
+        cluster: its speeds; a ring of more ranks than a node has crosses nodes over one NIC.
+    """
+    cost, degree = ComputeCost(cluster, attention), np.arange(1, ranks + 1)
+    pairs = visible_pairs(lengths, lengths, attention)
+    tokens = np.bincount(bin_of, lengths, bins)[:, None] / degree
+    shorter = np.where(degree == 1, lengths[:, None], lengths[:, None] / (2 * degree))  # chunks of a zig-zag
+    attention_seconds = np.zeros((bins, ranks))
+    np.add.at(attention_seconds, bin_of, cost.attention_seconds(pairs[:, None], shorter) / degree)
+    inside = cluster.effective_pair if cluster.fabric == "mesh" else cluster.effective_rank
+    rate = np.where(degree > cluster.ranks_per_node, min(inside, cluster.effective_nic), inside)
+    row = attention.kv_heads * (attention.head_dim + attention.head_dim_v)
+    hops = tokens * row * (degree - 1) / rate
+    forward = np.maximum(attention_seconds, hops * BYTES)
+    backward = np.maximum(attention_seconds * ATTENTION_BACKWARD, hops * (BYTES + GRADIENT_BYTES))
+    linear = cost.linear_layer_seconds(tokens) * (1 + LINEAR_BACKWARD)
+    return np.asarray(forward + backward + linear)
+
+
+def assigned_ranks(seconds: np.ndarray, needs: np.ndarray) -> tuple[np.ndarray, float] | None:
+    """Assign ranks to bins so that the slowest is done soonest.
+
+    Args:
+        seconds: of each bin on 1, 2, ... ranks, fp64 [bins, ranks].
+        needs: fewest ranks of each bin, int64 [bins].
+
+    Returns:
+        Ranks of each bin, int64 [bins], and the seconds of the slowest; None if there are too few ranks.
+    """
+    bins, ranks = seconds.shape
+    least = np.zeros(ranks + 1)  # of the bins so far, on so many ranks at most
+    taken = np.zeros((bins, ranks + 1), np.int64)
+    for number in range(bins):
+        after = np.full((ranks + 1, ranks + 1), np.inf)  # [ranks at most, of these for this bin]
+        for degree in range(int(needs[number]), ranks + 1):
+            after[degree:, degree] = np.maximum(least[: ranks + 1 - degree], seconds[number, degree - 1])
+        taken[number] = after.argmin(1)
+        least = after.min(1)
+    if not np.isfinite(least[ranks]):
+        return None
+    out, left = np.zeros(bins, np.int64), ranks
+    for number in reversed(range(bins)):
+        out[number] = taken[number, left]
+        left -= out[number]
+    return out, float(least[ranks])
+
+
+def seated(counts: np.ndarray, nodes: int, per_node: int) -> list[Group]:
+    """Give groups of so many ranks their ranks: largest first, each in the fullest node that has room for it, else over
+    the emptiest nodes.
+
+    Args:
+        counts: ranks of each group, int64 [groups]; no more together than there are.
+        nodes, per_node: the ranks, numbered node by node.
+    """
+    free = [list(range(node * per_node, (node + 1) * per_node)) for node in range(nodes)]
+    groups: list[Group] = [()] * len(counts)
+    for number in np.argsort(-counts, kind="stable").tolist():
+        count, chosen = int(counts[number]), []
+        while count:
+            room = [ranks for ranks in free if len(ranks) >= count]
+            node = min(room, key=len) if room else max(free, key=len)
+            seats = node[:count]
+            del node[:count]
+            chosen += seats
+            count -= len(seats)
+        groups[number] = tuple(sorted(chosen))
+    return groups
+
 
 #: Of Zeppelin's zones; all are tried.
 ZONES = tuple(

@@ -120,10 +120,6 @@ class NeededTokens:
         runs = np.stack([self.first, self.last], 1)
         return np.split(runs, np.searchsorted(self.taker, np.arange(1, ranks)))
 
-    def grouped(self, group_of: np.ndarray, tokens: int) -> NeededTokens:
-        """Return what groups of takers need; group_of[t] is the group of taker t."""
-        return NeededTokens.union(group_of[self.taker], self.first, self.last, tokens)
-
 
 @dataclass(frozen=True, eq=False)
 class KvOwners:
@@ -152,15 +148,14 @@ class KvOwners:
         return KvOwners(spans, layout.span_first_rows[keep], np.zeros(len(spans), np.int64))
 
     @cached_property
-    def _stride(self) -> int:
-        return int(self.spans["stop"].max(initial=0)) + 1
-
-    @cached_property
-    def _sorted(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        address = self.spans["start"] + self.domain * self._stride
+    def _addresses(self) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens of a domain have addresses of their own: the distance between two domains, the spans in the order of
+        addresses, and the first and last-plus-one address of each."""
+        distance = int(self.spans["stop"].max(initial=0)) + 1
+        address = self.spans["start"] + self.domain * distance
         order = np.argsort(address, kind="stable")
         length = self.spans["stop"] - self.spans["start"]
-        return order, address[order], (address + length)[order]
+        return distance, order, address[order], (address + length)[order]
 
     def fetch_list(
         self, needs: NeededTokens, domain_of: np.ndarray | None = None, select: Select | None = None
@@ -173,26 +168,24 @@ class KvOwners:
             domain_of: domain of each taker; default: one domain.
             select: function of (dst, src) that returns which fetches to keep, in which order, and their stages.
         """
-        order, first, last = self._sorted
-        shift = 0 if domain_of is None else domain_of[needs.taker] * self._stride
-        limit = self._stride - 1
+        distance, order, first, last = self._addresses
+        shift = 0 if domain_of is None else domain_of[needs.taker] * distance
+        limit = distance - 1
         need, owner, start, stop = intersect_runs(
             np.minimum(needs.first, limit) + shift, np.minimum(needs.last, limit) + shift, first, last
         )
         span, dst = order[owner], needs.taker[need]
-        src, stage = self._column("rank")[span], np.zeros(len(need), np.int64)
+        owner_rank, first_token, document = (
+            np.ascontiguousarray(self.spans[name]) for name in ("rank", "start", "doc")
+        )
+        src, stage = owner_rank[span], np.zeros(len(need), np.int64)
         if select is not None:
             keep, stage = select(dst, src)
             need, span, start, stop, dst, src = (column[keep] for column in (need, span, start, stop, dst, src))
         if domain_of is not None:
             start, stop = start - shift[need], stop - shift[need]  # type: ignore[index]  # an array in this case
-        src_row = (self.row - self._column("start"))[span] + start
-        return KvFetches(
-            stage, dst, src, self._column("doc")[span], start, stop, src_row, np.zeros(len(need), np.int64)
-        )
-
-    def _column(self, name: str) -> np.ndarray:
-        return np.ascontiguousarray(self.spans[name])
+        src_row = (self.row - first_token)[span] + start
+        return KvFetches(stage, dst, src, document[span], start, stop, src_row, np.zeros(len(need), np.int64))
 
 
 def needed_tokens(
@@ -206,7 +199,7 @@ def needed_tokens(
         among: bool [spans of queries], the queries to look at; default: all.
     """
     spans = queries.spans if among is None else queries.spans[among]
-    left, right = attention.reach
+    left, right = attention.visible_range
     blocks, block = queries.documents.blocks, np.zeros(0, np.int64)
     if blocks is not None:
         spans, _, block = blocks.cut(spans)

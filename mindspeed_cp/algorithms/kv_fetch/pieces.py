@@ -22,7 +22,7 @@ from mindspeed_cp.layout import ragged_arange
 from mindspeed_cp.layout.runs import group_starts
 from mindspeed_cp.plan.parts import StepOrder
 from mindspeed_cp.plan.program import Plan, Program
-from mindspeed_cp.plan.records import MESSAGE, ROW_RUN, Messages, sorted_contents
+from mindspeed_cp.plan.records import ROW_RUN, Messages, sorted_contents
 
 
 def cut_fetches(plan: Plan, pieces: int) -> Plan:
@@ -36,27 +36,23 @@ def cut_fetches(plan: Plan, pieces: int) -> Plan:
     Returns:
         The new plan, or the given one if nothing is cut.
     """
-    cut = [len(part.forward.fetch) > 0 for part in plan.parts_or_self]
-    if pieces == 1 or not any(cut):
+    is_cut = [len(part.forward.fetch) > 0 for part in plan.parts_or_self]
+    if pieces == 1 or not any(is_cut):
         return plan
     parts = tuple(
-        _cut_part(part, pieces) if is_cut else part for part, is_cut in zip(plan.parts_or_self, cut, strict=True)
-    )
+        replace(part, forward=_cut_program(part.forward, pieces), backward=_cut_program(part.backward, pieces))
+        if is_cut[number] else part for number, part in enumerate(plan.parts_or_self)
+    )  # fmt: skip
     if not plan.parts:
         return parts[0]
 
     def order(direction: str) -> StepOrder:
         steps: list[tuple[int, int]] = []
         for part, step in plan.step_order(direction):
-            steps += [(part, step * pieces + i) for i in range(pieces)] if cut[part] else [(part, step)]
+            steps += [(part, step * pieces + piece) for piece in range(pieces)] if is_cut[part] else [(part, step)]
         return tuple(steps)
 
     return replace(plan, parts=parts, forward_order=order("forward"), backward_order=order("backward"))
-
-
-def _cut_part(part: Plan, pieces: int) -> Plan:
-    forward, backward = (_cut_program(program, pieces) for program in (part.forward, part.backward))
-    return replace(part, forward=forward, backward=backward)
 
 
 def _cut_program(program: Program, pieces: int) -> Program:
@@ -137,57 +133,61 @@ def _cut_messages(
     Returns:
         The messages, and the pieces of source and target slot of each, int64 [messages].
     """
-    owner, runs = messages.flat_runs
-    items = messages.items[owner]
+    message, runs = messages.flat_runs
+    items = messages.items[message]
     src_fill = fills.before(items["src"], items["src_slot"], items["start"])
     dst_fill = fills.before(items["dst"], items["dst_slot"], items[filled] + (filled == "done"))
+    # Borders of pieces, and the part of each run that lies in a piece of the source and in one of the target
+    # [runs, pieces, pieces]: all in rows of the target slot.
     shift = (runs["dst_row"] - runs["src_row"])[:, None]
-    src, dst = _borders(src_fill, pieces) + shift, _borders(dst_fill, pieces)  # in rows of the target
-    first, last = runs["dst_row"], runs["dst_row"] + runs["rows"]
-    low = np.maximum(first[:, None, None], np.maximum(src[:, :-1, None], dst[:, None, :-1]))
-    high = np.minimum(last[:, None, None], np.minimum(src[:, 1:, None], dst[:, None, 1:]))
-    run, i, j = np.nonzero(high > low)
-    order = np.lexsort((run, j, i, owner[run]))
-    run, i, j = run[order], i[order], j[order]
-    cut = np.empty(len(run), ROW_RUN)
-    cut["dst_row"], cut["rows"] = low[run, i, j], high[run, i, j] - low[run, i, j]
-    cut["src_row"] = cut["dst_row"] - shift[run, 0]
-    begin = group_starts(owner[run], i, j)
-    out = np.empty(len(begin), MESSAGE)
-    out[...] = messages.items[owner[run[begin]]]
-    out["first"], out["count"] = begin, np.diff(np.append(begin, len(run)))
-    out["rows"] = np.add.reduceat(cut["rows"], begin) if len(begin) else 0
-    return Messages(out, cut), i[begin], j[begin]
+    src_borders, dst_borders = _borders(src_fill, pieces) + shift, _borders(dst_fill, pieces)
+    first_row, end_row = runs["dst_row"][:, None, None], (runs["dst_row"] + runs["rows"])[:, None, None]
+    begin = np.maximum(first_row, np.maximum(src_borders[:, :-1, None], dst_borders[:, None, :-1]))
+    end = np.minimum(end_row, np.minimum(src_borders[:, 1:, None], dst_borders[:, None, 1:]))
+    run, src_piece, dst_piece = np.nonzero(end > begin)
+    order = np.lexsort((run, dst_piece, src_piece, message[run]))
+    run, src_piece, dst_piece = run[order], src_piece[order], dst_piece[order]
+    part = run, src_piece, dst_piece
+    cut_runs = np.empty(len(run), ROW_RUN)
+    cut_runs["dst_row"], cut_runs["rows"] = begin[part], end[part] - begin[part]
+    cut_runs["src_row"] = cut_runs["dst_row"] - shift[run, 0]
+    first = group_starts(message[run], src_piece, dst_piece)  # first run of each new message
+    cut_items = messages.items[message[run[first]]]
+    cut_items["first"], cut_items["count"] = first, np.diff(np.append(first, len(run)))
+    cut_items["rows"] = np.add.reduceat(cut_runs["rows"], first) if len(first) else 0
+    return Messages(cut_items, cut_runs), src_piece[first], dst_piece[first]
 
 
 def _cut_contents(program: Program, fills: _Fills, pieces: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the contents of the steps of all pieces, and their spans."""
     contents = program.contents
-    whole = contents[(contents["slot"] == 0) & (contents["step"] == 0)].copy()
+    is_whole = (contents["slot"] == 0) & (contents["step"] == 0)
+    whole, others = contents[is_whole].copy(), contents[~is_whole]
     whole["step"] = pieces - 1
-    others = contents[(contents["slot"] > 0) | (contents["step"] > 0)]
-    owner = np.repeat(np.arange(len(others)), others["count"])
+    content = np.repeat(np.arange(len(others)), others["count"])  # of each span
     spans = program.spans[ragged_arange(others["first"], others["count"])]
     length = spans["stop"] - spans["start"]
-    before = np.cumsum(length) - length
-    begin = np.cumsum(others["count"]) - others["count"]
-    row = before - before[begin][owner] + others["row"][owner] if len(others) else before
+    first_span = np.cumsum(others["count"]) - others["count"]  # of each content
+    rows_before = np.cumsum(length) - length
+    first_row = rows_before
+    if len(others):
+        first_row = rows_before - rows_before[first_span][content] + others["row"][content]
     fill = fills.before(others["rank"], others["slot"], others["step"])
-    rows = np.add.reduceat(length, begin) if len(begin) else fill
-    own = others["slot"] == 0
-    borders = _borders(np.where(own, rows, fill), pieces) + np.where(own, others["row"], 0)[:, None]
-    low = np.maximum(row[:, None], borders[owner, :-1])
-    high = np.minimum((row + length)[:, None], borders[owner, 1:])
-    span, piece = np.nonzero(high > low)
-    order = np.lexsort((span, piece, owner[span]))
+    own_rows = np.add.reduceat(length, first_span) if len(first_span) else fill
+    is_own = others["slot"] == 0  # shares of the local block are cut by themselves, not at borders of a slot
+    borders = _borders(np.where(is_own, own_rows, fill), pieces) + np.where(is_own, others["row"], 0)[:, None]
+    begin = np.maximum(first_row[:, None], borders[content, :-1])
+    end = np.minimum((first_row + length)[:, None], borders[content, 1:])
+    span, piece = np.nonzero(end > begin)
+    order = np.lexsort((span, piece, content[span]))
     span, piece = span[order], piece[order]
-    cut = spans[span]
-    cut["start"] = spans["start"][span] + low[span, piece] - row[span]
-    cut["stop"] = cut["start"] + high[span, piece] - low[span, piece]
-    first = group_starts(owner[span], piece)
-    out = others[owner[span[first]]]
-    out["step"] = out["step"] * pieces + piece[first]
-    out["row"] = low[span[first], piece[first]]
-    out["first"] = len(program.spans) + first
-    out["count"] = np.diff(np.append(first, len(span)))
-    return sorted_contents(np.concatenate([whole, out])), np.concatenate([program.spans, cut])
+    cut_spans = spans[span]
+    cut_spans["start"] = spans["start"][span] + begin[span, piece] - first_row[span]
+    cut_spans["stop"] = cut_spans["start"] + end[span, piece] - begin[span, piece]
+    first = group_starts(content[span], piece)  # first span of each new content
+    cut_contents = others[content[span[first]]]
+    cut_contents["step"] = cut_contents["step"] * pieces + piece[first]
+    cut_contents["row"] = begin[span[first], piece[first]]
+    cut_contents["first"] = len(program.spans) + first
+    cut_contents["count"] = np.diff(np.append(first, len(span)))
+    return sorted_contents(np.concatenate([whole, cut_contents])), np.concatenate([program.spans, cut_spans])

@@ -5,7 +5,7 @@ from one source). A stage is the set of keys and values that ranks fetch from no
 rounds (the first and the second halves of documents, so that the first round arrives early), and a stage for each
 distance. All keys of a round or stage lie
 in one slot in token order, so that they make as few tiles as possible. With routing
-(:mod:`mindspeed_cp.algorithms.kv_fetch.routes`) a block crosses to a node once::
+(:mod:`mindspeed_cp.algorithms.kv_fetch.schedule`) a block crosses to a node once::
 
     step            0           1           2           3           4
     computes        own         round 1     round 2     stage 1     stage 2
@@ -35,8 +35,7 @@ from mindspeed_cp.algorithms.kv_fetch.schedule import Schedule, direct_schedule,
 from mindspeed_cp.algorithms.split_local_block import LATE_SHARE, local_block_work, split_local_block
 from mindspeed_cp.layout import Layout
 from mindspeed_cp.layout.runs import concatenate_records
-from mindspeed_cp.plan.pairs import document_pairs
-from mindspeed_cp.plan.problem import AttentionConfig, Topology
+from mindspeed_cp.plan.problem import AttentionConfig, Topology, document_pairs
 from mindspeed_cp.plan.program import Program
 from mindspeed_cp.plan.records import CONTENT, Messages, sorted_contents
 
@@ -143,7 +142,8 @@ def _programs(
     """
     contents, spans = slot_contents(keys, times)
     capacity = slot_capacity(keys, times)
-    fetch = concatenate_messages([hop.fetch() for hop in times.hops])
+    messages = [hop.messages() for hop in times.hops]
+    fetch = concatenate_messages([fetch for fetch, _ in messages])
     documents, none = keys.documents, Messages.empty()
     if not len(fetch):
         steps = times.steps
@@ -153,7 +153,7 @@ def _programs(
         forward = Program(steps, capacity, queries, documents, attention, contents, spans, fetch, none)
         return forward, forward
     forward = Program(times.steps, capacity, queries, documents, attention, contents, spans, fetch, none)
-    reduce = concatenate_messages([hop.reduce() for hop in times.hops])
+    reduce = concatenate_messages([reduce for _, reduce in messages])
     contents, spans = split_local_block(queries, keys, attention, contents, spans, shares)
     return forward, Program(
         times.last + 1, capacity, queries, documents, attention, contents, spans, fetch, reduce
@@ -180,7 +180,9 @@ def slot_contents(keys: Layout, times: Schedule) -> tuple[np.ndarray, np.ndarray
         received["first"], received["count"] = total + first, fetches.slot_ends - first
         spans.append(fetches.spans_of(fetches.dst))
         total += len(fetches)
-        contents.append(received[np.logical_or.reduceat(buffer.needed, first)] if len(first) else received)
+        if buffer.needed is not None and len(first):
+            received = received[np.logical_or.reduceat(buffer.needed, first)]
+        contents.append(received)
     return sorted_contents(concatenate_records(contents)), concatenate_records(spans)
 
 
@@ -217,13 +219,9 @@ def _rounds(needs: NeededTokens, held: KvOwners, keys: Layout, topology: Topolog
     inside, across = fetches[near], fetches[~near]
     middle = keys.documents.offsets[inside.doc] + (keys.documents.lengths[inside.doc] + 1) // 2
     stage = nodes_apart(keys, per_node, across.doc, src_node[~near], dst_node[~near])
-    return _halves(inside, middle).sorted_by_slot(), replace(across, stage=stage).sorted_by_slot()
-
-
-def _halves(fetches: KvFetches, middle: np.ndarray) -> KvFetches:
-    """Move the tokens before `middle` in stage 0 and the rest in stage 1."""
-    drop = np.maximum(middle - fetches.start, 0)
-    first = replace(fetches, stop=np.minimum(fetches.stop, middle))
-    second = replace(fetches.shortened(drop, fetches.rows - drop), stage=np.ones(len(fetches), np.int64))
-    both = KvFetches.concatenate([first, second])
-    return both[both.stop > both.start]
+    drop = np.maximum(middle - inside.start, 0)
+    first = replace(inside, stop=np.minimum(inside.stop, middle))
+    second = replace(inside.shortened(drop, inside.rows - drop), stage=np.ones(len(inside), np.int64))
+    halves = KvFetches.concatenate([first, second])
+    halves = halves[halves.stop > halves.start]
+    return halves.sorted_by_slot(), replace(across, stage=stage).sorted_by_slot()

@@ -3,7 +3,7 @@
 It counts the seconds of each rank's tiles, the bytes that it receives over in-node links, and those that its node
 receives over its NICs. A direction has the phases of all plans of this kind: local blocks while q, k and v are
 redistributed to heads, split heads while keys travel, fetched keys while outputs and gradients return. Latencies, and
-the posting of fetched keys, are left out, because only placements of one batch are compared; posts of redistributions
+the launches of fetched keys, are left out, because only placements of one batch are compared; posts of redistributions
 count, since every part has its own. :mod:`mindspeed_cp.simulate.simulator` simulates a finished
 plan step by step.
 """
@@ -14,14 +14,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindspeed_cp.algorithms.kv_fetch.routes import MIN_SHARING_RANKS
+from mindspeed_cp.algorithms.kv_fetch.schedule import MIN_SHARING_RANKS
 from mindspeed_cp.algorithms.placement.policy import DocumentShares, Placement, part_weights
 from mindspeed_cp.algorithms.split_local_block import LATE_SHARE
 from mindspeed_cp.cluster import Cluster, ComputeCost, LayerCost
 from mindspeed_cp.cluster.compute import ATTENTION_BACKWARD, LINEAR_BACKWARD
 from mindspeed_cp.layout import Documents
-from mindspeed_cp.plan.pairs import document_pairs
-from mindspeed_cp.plan.problem import AttentionConfig, Topology
+from mindspeed_cp.plan.problem import AttentionConfig, Topology, document_pairs
 
 # Seconds of the phases of one direction on each rank: local blocks, split heads, fetched keys, and their overlap.
 
@@ -35,24 +34,6 @@ LOCAL_SHARE, LAST_ROUND_SHARE = 0.3, 0.25
 #: Slow-down of routed transfers against their time on the NICs: relays pass rows on between steps, so the hops follow
 #: each other and wait for late ranks.
 ROUTING_SLOWDOWN = 2.0
-
-
-@dataclass(frozen=True, eq=False)
-class Redistributions:
-    """Seconds of the redistributions of split documents in one direction.
-
-    Attributes:
-        node: documents inside a node, fp64 [ranks].
-        across: documents over several nodes, fp64 [ranks].
-    """
-
-    node: np.ndarray
-    across: np.ndarray
-
-    @property
-    def all(self) -> np.ndarray:
-        """Sum of both, fp64 [ranks]."""
-        return self.node + self.across
 
 
 class PhaseSeconds:
@@ -88,31 +69,21 @@ class PhaseSeconds:
             total = getattr(self, name)
             total += np.bincount(rank, value, len(total))
 
-    @property
-    def part(self) -> np.ndarray:
-        """Share of the first and of the last part of documents whose heads are split inside a node, or of the largest
-        document if that is more, fp64 [ranks]."""
-        share = self.largest_into / np.maximum(self.into_node, 1e-12)
-        return np.where(self.into_node > 0, np.maximum(share, part_weights(self.parts)[0]), 1.0)
-
-    def redistributions(self) -> tuple[Redistributions, Redistributions]:
-        """Return the redistributions to split heads, and back."""
-        return Redistributions(self.into_node, self.into), Redistributions(self.out_node, self.out)
-
-    def seconds(
-        self, factor: float, ranks_per_node: int, before: Redistributions, after: Redistributions
-    ) -> np.ndarray:
-        """Return the seconds of one direction, fp64 [ranks].
-
-        Args:
-            factor: kernel time in units of the forward's; above 1, gradients travel too.
-            ranks_per_node: ranks of a node.
-            before, after: redistributions before and after the attention of split heads.
-        """
-        gradients = BACKWARD_TRAFFIC - 1 if factor > 1 else 0.0
+    def seconds(self, backward: bool, ranks_per_node: int) -> np.ndarray:
+        """Return the seconds of one direction, fp64 [ranks]."""
+        factor = ATTENTION_BACKWARD if backward else 1.0  # kernel time in units of the forward's
+        into, out = (self.into_node, self.into), (self.out_node, self.out)
+        # Redistributions before and after the attention of split heads: inside a node, and others.
+        (node_before, across_before), (node_after, across_after) = (out, into) if backward else (into, out)
+        # Share of the first and of the last part of documents whose heads are split inside a node, or of the largest
+        # document if that is more.
+        largest = self.largest_into / np.maximum(self.into_node, 1e-12)
+        part = np.where(self.into_node > 0, np.maximum(largest, part_weights(self.parts)[0]), 1.0)
+        gradients = BACKWARD_TRAFFIC - 1 if backward else 0.0
         nic, last_nic, routed = (np.repeat(x, ranks_per_node) for x in (self.nic, self.last_nic, self.routed))
-        across, node, part = self.split * factor, self.split_node * factor, self.part
-        before_node, before_all, after_node, after_all = before.node * part, before.all, after.node * part, after.all
+        across, node = self.split * factor, self.split_node * factor
+        before_node, before_all = node_before * part, node_before + across_before
+        after_node, after_all = node_after * part, node_after + across_after
         local = (self.attention - self.split - self.split_node - (1 - LOCAL_SHARE) * self.cut) * factor
         fetched = (1 - LOCAL_SHARE) * self.cut * factor
         fetches_nothing = self.cut == 0
@@ -121,7 +92,7 @@ class PhaseSeconds:
         late = local * np.where(fetches_nothing, 0.5 * is_split, LATE_SHARE if gradients else 0.0)
         # The first part inside the node, documents over several nodes, the other parts inside the node.
         first_done = np.maximum(local - late, before_node) + node * part
-        across_begun = before_node + before.across
+        across_begun = before_node + across_before
         across_done = np.maximum(first_done, across_begun) + across
         keys_crossed = across_begun + nic
         across_done = np.maximum(across_done, keys_crossed + LAST_ROUND_SHARE * self.crossing * factor)
@@ -130,12 +101,12 @@ class PhaseSeconds:
         fetched_done = np.maximum(
             split_done + fetched, np.where(fetches_nothing, 0.0, keys_arrived + LAST_ROUND_SHARE * fetched)
         )
-        last = np.where(node > 0, after_node, after.across)
+        last = np.where(node > 0, after_node, across_after)
         returned = np.maximum(split_done, keys_arrived) + last + gradients * key_transfers
-        across_returned = across_done + after.across + after.node * (1 - part)
+        across_returned = across_done + across_after + node_after * (1 - part)
         all_returned = np.maximum(first_done, before_all) + after_all
         # Gradients of split heads return while other rounds are computed: NICs carry them after the keys.
-        nics_done = np.maximum(keys_crossed + gradients * nic, across_done + gradients * last_nic) + after.across
+        nics_done = np.maximum(keys_crossed + gradients * nic, across_done + gradients * last_nic) + across_after
         return np.maximum.reduce([fetched_done + late, returned, across_returned, all_returned, nics_done])
 
 
@@ -175,6 +146,11 @@ class PlacementModel:
         cluster: devices and links, with `topology.ranks_per_node` ranks on a node.
         layer: linear part of a layer.
         routing: keys and values cross to a node once, and are passed on inside it.
+
+    Attributes:
+        attention_work: seconds of each document's attention on one rank, forward and backward, fp64 [documents].
+        work: the same with its linear layers.
+        bound: lower bound of all plans in seconds: perfect balance, whole tiles, no exposed communication.
     """
 
     def __init__(
@@ -193,19 +169,12 @@ class PlacementModel:
         self.pairs = queries.tree_sums(document_pairs(queries, keys, attention))
         self.alone = self.cost.attention_seconds(self.pairs, self.lengths)  # forward, on one rank
         self.linear = self.cost.linear_layer_seconds(self.lengths)
+        self.attention_work = self.alone * (1 + ATTENTION_BACKWARD)
+        self.work = self.attention_work + self.linear * (1 + LINEAR_BACKWARD)
+        self.bound = float(self.work.sum()) / topology.ranks
         self.kv_row = attention.kv_row.channels * BYTES_PER_ELEMENT
         self.q_row = attention.heads * attention.head_dim * BYTES_PER_ELEMENT
         self.out_row = attention.heads * attention.head_dim_v * BYTES_PER_ELEMENT
-
-    @property
-    def work(self) -> np.ndarray:
-        """Seconds of each document on one rank, forward and backward, attention and linear layers, fp64 [documents]."""
-        return self.alone * (1 + ATTENTION_BACKWARD) + self.linear * (1 + LINEAR_BACKWARD)
-
-    @property
-    def attention_work(self) -> np.ndarray:
-        """Seconds of each document's attention on one rank, forward and backward, fp64 [documents]."""
-        return self.alone * (1 + ATTENTION_BACKWARD)
 
     def divided(self, with_linear: bool = True) -> tuple[np.ndarray, np.ndarray]:
         """Return the costs of documents that ranks share, fp64 [documents] each: seconds in long tiles, to be divided
@@ -218,11 +187,6 @@ class PlacementModel:
         linear = self.linear * (1 + LINEAR_BACKWARD) if with_linear else 0.0
         return long * (1 + ATTENTION_BACKWARD) + linear, added * (1 + ATTENTION_BACKWARD)
 
-    @property
-    def bound(self) -> float:
-        """Lower bound of all plans in seconds: perfect balance, whole tiles, no exposed communication."""
-        return float(self.work.sum()) / self.topology.ranks
-
     def score(self, placement: Placement) -> PlacementEstimate:
         """Return the estimate of a placement."""
         ranks, topology = self.topology.ranks, self.topology
@@ -230,9 +194,7 @@ class PlacementModel:
         self._add_fetched(placement.whole, phases)
         for size, members in placement.split.items():
             self._add_split(size, members, phases)
-        before, after = phases.redistributions()
-        forward = phases.seconds(1.0, topology.ranks_per_node, before, after)
-        backward = phases.seconds(ATTENTION_BACKWARD, topology.ranks_per_node, after, before)
+        forward, backward = (phases.seconds(backward, topology.ranks_per_node) for backward in (False, True))
         linear = self.cost.linear_layer_seconds(phases.tokens) * (1 + LINEAR_BACKWARD)
         redistribution = 0.0
         if placement.policy.remap:
@@ -326,7 +288,7 @@ class PlacementModel:
         ranks = self.topology.ranks
         inside = {size: each for size, each in placement.split.items() if size <= self.topology.ranks_per_node}
         seconds = sum(float(self.alone[each.doc] @ each.share) for each in inside.values()) / ranks
-        part_seconds = self._posting_seconds(max(inside, default=1)) + self.cluster.launch
+        part_seconds = self._launch_overhead(max(inside, default=1)) + self.cluster.launch
         if part_seconds == 0:
             return MAX_SPLIT_PARTS
         most = seconds / (PART_LAUNCHES * self.cluster.launch) if self.cluster.launch else MAX_SPLIT_PARTS
@@ -334,7 +296,7 @@ class PlacementModel:
         best = (travel / 2 / ranks / part_seconds) ** 0.5
         return int(np.clip(np.floor(min(most, best + PART_ROUNDING)), 1, MAX_SPLIT_PARTS))
 
-    def _posting_seconds(self, size: int) -> float:
+    def _launch_overhead(self, size: int) -> float:
         """Return the seconds in which a rank posts the messages of one direction of a part whose heads are split over
         `size` ranks: q, k and v, which are one message if they are small, and out, to each of the others and from
         each."""
@@ -383,9 +345,9 @@ class PlacementModel:
                 getattr(phases, name).reshape(groups, size)[...] += total[:, None]
             calls = np.zeros(groups)  # all documents of a step share one call
             parts = float(phases.parts if inside else 1)
-            # Attention takes longer in the backward, posting does not.
-            posting = parts * self._posting_seconds(size) * 2 / (1 + ATTENTION_BACKWARD)
-            steps = np.where(several, 2.0, parts) * cluster.launch + posting
+            # Attention takes longer in the backward, launches of messages do not.
+            launches = parts * self._launch_overhead(size) * 2 / (1 + ATTENTION_BACKWARD)
+            steps = np.where(several, 2.0, parts) * cluster.launch + launches
             np.maximum.at(calls, group[chosen], steps[chosen])
             for name in ("attention", f"split{inside}"):
                 getattr(phases, name).reshape(groups, size)[...] += calls[:, None]

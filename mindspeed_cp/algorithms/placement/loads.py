@@ -131,7 +131,12 @@ def fill_fewest(
     Returns:
         The chosen members, ascending, and the shares that level them.
     """
-    allowed = _fewest_allowed(limits)
+    held, allowed = 0.0, 0  # members that can hold the document, those with the largest limits first
+    for limit in sorted(limits, reverse=True):
+        held, allowed = held + limit, allowed + 1
+        if held >= 1:
+            break
+    allowed = max(allowed, 1)
     least = MIN_SHARE / allowed
     most = MOST_MEMBERS * max(allowed, work / fair if fair else 1.0)
     order = sorted(range(len(loads)), key=lambda i: (limits[i] < least, loads[i]))
@@ -146,16 +151,6 @@ def fill_fewest(
     return water_fill_without_crumbs(
         [members[i] for i in chosen], [loads[i] for i in chosen], work, overhead, [limits[i] for i in chosen]
     )
-
-
-def _fewest_allowed(limits: list[float]) -> int:
-    """Return the number of members that can hold a document, those with the largest limits first; at least 1."""
-    total, count = 0.0, 0
-    for limit in sorted(limits, reverse=True):
-        total, count = total + limit, count + 1
-        if total >= 1:
-            break
-    return max(count, 1)
 
 
 def water_fill_without_crumbs(
@@ -256,7 +251,7 @@ class NodeLoads:
         is_short = work <= full and self._costs.lengths[doc] < self._min_cross_node_length
         fits = full - load >= work or is_short
         if fits and self._limit(group, doc, width) >= 1:
-            self._add(doc, [group], [1.0], width, work)
+            self.add(doc, [group], [1.0], width, work)
             heapq.heapreplace(self._heap, (load + work, group))
             return doc, [group], [1.0]
         groups = range(len(self.seconds) // width)
@@ -265,15 +260,12 @@ class NodeLoads:
             limits = [self._limit(group, doc, width) for group in groups]
         fair = self._fair * self._per_node * width
         chosen, shares = fill_fewest(groups, self._group_loads(width), work, 0.0, fair, limits)
-        self._add(doc, chosen, shares, width, work)
+        self.add(doc, chosen, shares, width, work)
         self._width = 0
         return doc, chosen, shares
 
-    def add(self, doc: int, groups: list[int], shares: list[float], width: int) -> None:
-        """Add a document to groups of `width` nodes."""
-        self._add(doc, groups, shares, width, self._costs.work[doc])
-
-    def _add(self, doc: int, groups: list[int], shares: list[float], width: int, work: float) -> None:
+    def add(self, doc: int, groups: list[int], shares: list[float], width: int, work: float) -> None:
+        """Add a document of so much work to groups of `width` nodes."""
         length = self._costs.lengths[doc]
         for group, share in zip(groups, shares, strict=True):
             for node in range(group * width, (group + 1) * width):

@@ -260,7 +260,7 @@ class DocumentPlacer:
         self.cap = UNBOUNDED if token_cap is None else float(token_cap)
         work = model.work if with_linear else model.attention_work
         divided, overhead = model.divided(with_linear)
-        self._work_over: dict[int, list[float]] = {}  # by number of nodes, with redistributions over NICs
+        self._work_over = {1: work.tolist()}  # by number of nodes, with redistributions over NICs
         width = 2
         while width <= self.widest:
             self._work_over[width] = (work + model.redistribution_work(width * self.per_node)).tolist()
@@ -270,7 +270,7 @@ class DocumentPlacer:
                 (work + model.redistribution_work(size) * (FLEXIBLE_EXPOSED if size <= self.per_node else 1)) / size
             ).tolist()
             for size in [2**i for i in range(self.ranks.bit_length()) if self.per_node % 2**i == 0 and 2**i <= heads]
-            + [width * self.per_node for width in self._work_over]
+            + [width * self.per_node for width in self._work_over if width > 1]
         }
         order = np.argsort(-work, kind="stable")
         self._sorted_work = work[order]
@@ -344,11 +344,13 @@ class DocumentPlacer:
         nodes = NodeLoads(loads, self.per_node, fair, self.min_cross_node_length)
         for size, entries in by_size.items():
             for entry in entries:
-                nodes.add(*entry, size // self.per_node)
+                nodes.add(*entry, size // self.per_node, self._costs.work[entry[0]])
         for doc in self._docs[: self.counts(policy)[1]]:
             if doc not in kept:
                 width = self._width(doc) if policy.wide else 1
-                by_size.setdefault(width * self.per_node, []).append(nodes.place(doc, width, self._work(doc, width)))
+                by_size.setdefault(width * self.per_node, []).append(
+                    nodes.place(doc, width, self._work_over[width][doc])
+                )
         nodes.add_to(loads)
 
     def _place_everywhere(self, policy: PlacementPolicy) -> Placement:
@@ -397,13 +399,9 @@ class DocumentPlacer:
         """Return the number of nodes over which a document's heads are split: 1, 2, 4, ..., as many as it needs, up to
         `widest`."""
         width = 1
-        while width < self.widest and self._work(doc, width) > FILL_LIMIT * self.fair * self.per_node * width:
+        while width < self.widest and self._work_over[width][doc] > FILL_LIMIT * self.fair * self.per_node * width:
             width *= 2
         return width
-
-    def _work(self, doc: int, width: int) -> float:
-        """Return the work of a document whose heads are split over `width` nodes, with redistributions over NICs."""
-        return self._work_over[width][doc] if width > 1 else self._costs.work[doc]
 
     def _place_on_fewest(self, loads: RankLoads, room: NodeRoom, doc: int) -> DocumentRanks:
         """Place a document on the fewest ranks with room, on the node with the most room if that is enough."""

@@ -3,7 +3,7 @@
 ::
 
     build_hierarchical                                   algorithms/hierarchical.py
-      search_placements                                  this file
+      PlacementSearch                                    this file
         for remap in (off, on):                          a layout for linear layers, or none
           for policy in _policies(remap):                policy.py
             DocumentPlacer.place(policy)                 placer.py, on the loads of loads.py:
@@ -25,7 +25,8 @@ never worse than any of these.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -77,81 +78,6 @@ TOKEN_ROUNDING = 0.5
 
 
 @dataclass(frozen=True)
-class PlacementResult:
-    """Result of the search.
-
-    Attributes:
-        score: estimate of the fastest placement.
-        ranked: all placements that were tried, the fastest first.
-        bound: seconds that no plan can beat.
-        search: what tried them, for :meth:`levelled`.
-    """
-
-    score: PlacementEstimate
-    ranked: tuple[Placement, ...]
-    bound: float
-    search: _Search = field(repr=False)
-
-    def best_of_policies(self, count: int) -> list[Placement]:
-        """Return the fastest placements of at most `count` policies, one of each; of equally fast ones, which are the
-        same in most cases, the first. After the fastest come those that are nearly as fast and of other kinds, then all
-        others."""
-        best: dict[PlacementPolicy, _Trial] = {}
-        for trial in self.search.tried:
-            if all(trial.seconds != other.seconds for other in best.values()):
-                best.setdefault(trial.placement.policy, trial)
-        kinds: dict[tuple[bool, ...], _Trial] = {}
-        for trial in best.values():
-            if trial.seconds <= OTHER_KIND_WITHIN * self.search.tried[0].seconds:
-                kinds.setdefault(trial.kind, trial)
-        numbers = {trial.number for trial in kinds.values()}
-        others = [trial for trial in best.values() if trial.number not in numbers]
-        fastest, *of_other_kinds = kinds.values()
-        return [trial.placement for trial in (fastest, *of_other_kinds, *others)][:count]
-
-    def levelled(self, placement: Placement, delay: np.ndarray) -> Placement | None:
-        """Place the documents of a placement anew, so that ranks that wait longer under it get less work.
-
-        Args:
-            placement: one of `ranked`, or the result of this method.
-            delay: seconds that each rank waited before it was done, fp64 [ranks].
-
-        Returns:
-            None if the waits are about equal, the policy leaves no choice, or the token cap would be exceeded.
-        """
-        return self.search.levelled(placement, delay)
-
-
-def search_placements(
-    model: PlacementModel, token_cap: int | None = None, remap: str = "auto", head_split: bool = True
-) -> PlacementResult:
-    """Find the placement of a batch that the model finds fastest.
-
-    Args:
-        model: cost model of the batch.
-        token_cap: maximum number of tokens on a rank; None: no limit.
-        remap: layout for linear layers: "off", "on", or "auto" (if it is faster).
-        head_split: allow heads to be split.
-
-    Raises:
-        ConfigError: no placement keeps the token cap.
-    """
-    search = _Search(model, token_cap, head_split)
-    for with_remap in {"off": (False,), "on": (True,), "auto": (False, True)}[remap]:
-        search.run(with_remap)
-        if search.is_done:
-            break
-    if not search.tried:
-        tokens = max(-(-int(model.lengths.sum()) // model.topology.ranks), token_cap or 0) * 5 // 4
-        raise ConfigError(
-            f"max_seqlen_per_dp_cp_rank is {token_cap}: no placement found that keeps it; valid: more, such as {tokens}"
-        )
-    search.tried.sort(key=_sort_key)
-    ranked = tuple(trial.placement for trial in search.tried)
-    return PlacementResult(search.tried[0].score, ranked, model.bound, search)
-
-
-@dataclass(frozen=True)
 class _Trial:
     """A placement, its estimate, the seconds by which it is compared, and its number in the order of trying."""
 
@@ -169,32 +95,76 @@ class _Trial:
         return policy.can_be_levelled, policy.wide, moves_rows
 
 
-def _sort_key(trial: _Trial) -> tuple[float, int]:
-    return trial.seconds, trial.number
+_by_seconds = attrgetter("seconds", "number")
 
 
-class _Search:
-    """Tries policies one after the other; arguments as for `search_placements`."""
+class PlacementSearch:
+    """Search for the placement of a batch that the model finds fastest.
 
-    def __init__(self, model: PlacementModel, token_cap: int | None, head_split: bool) -> None:
-        self._model, self._cap, self._bound = model, token_cap, model.bound
+    Args:
+        model: cost model of the batch.
+        token_cap: maximum number of tokens on a rank; None: no limit.
+        remap: layout for linear layers: "off", "on", or "auto" (if it is faster).
+        head_split: allow heads to be split.
+
+    Attributes:
+        score: estimate of the fastest placement.
+        ranked: all placements that were tried, the fastest first.
+        bound: seconds that no plan can beat.
+
+    Raises:
+        ConfigError: no placement keeps the token cap.
+    """
+
+    def __init__(
+        self, model: PlacementModel, token_cap: int | None = None, remap: str = "auto", head_split: bool = True
+    ) -> None:
+        self._model, self.bound = model, model.bound
+        self._most_tokens = np.inf if token_cap is None else token_cap + TOKEN_ROUNDING
         never = float("inf")
         splits_heads = head_split and model.topology.ranks_per_node > 1
         self._is_large = len(model.lengths) + LARGE_RANK * model.topology.ranks > LARGE_BATCH
         splits = LARGE_SPLITS if self._is_large else SPLIT_HEADS_ABOVE
         self._splits: Sequence[float] = splits if splits_heads else (never,)
-        self._cross_node = min_cross_node_length(model)
-        self._placers: dict[bool, DocumentPlacer] = {}
+        self._placers: dict[bool, DocumentPlacer] = {}  # by `PlacementPolicy.remap`
         self.tried: list[_Trial] = []
+        self._least = np.inf  # seconds of the fastest placement so far
+        cross_node = min_cross_node_length(model)
+        for with_remap in {"off": (False,), "on": (True,), "auto": (False, True)}[remap]:
+            self._placers[with_remap] = DocumentPlacer(model, not with_remap, token_cap, cross_node)
+            self._try_policies(with_remap)
+            if self._least <= STOP_WITHIN * self.bound:
+                break
+        if not self.tried:
+            tokens = max(-(-int(model.lengths.sum()) // model.topology.ranks), token_cap or 0) * 5 // 4
+            raise ConfigError(
+                f"max_seqlen_per_dp_cp_rank is {token_cap}: no placement found that keeps it; valid: more, such as "
+                f"{tokens}"
+            )
+        self.tried.sort(key=_by_seconds)
+        self.score = self.tried[0].score
+        self.ranked = tuple(trial.placement for trial in self.tried)
 
-    @property
-    def is_done(self) -> bool:
-        """True if a placement is close to the bound."""
-        return any(trial.seconds <= STOP_WITHIN * self._bound for trial in self.tried)
+    def best_of_policies(self, count: int) -> list[Placement]:
+        """Return the fastest placements of at most `count` policies, one of each; of equally fast ones, which are the
+        same in most cases, the first. After the fastest come those that are nearly as fast and of other kinds, then all
+        others."""
+        best: dict[PlacementPolicy, _Trial] = {}
+        for trial in self.tried:
+            if all(trial.seconds != other.seconds for other in best.values()):
+                best.setdefault(trial.placement.policy, trial)
+        kinds: dict[tuple[bool, ...], _Trial] = {}
+        for trial in best.values():
+            if trial.seconds <= OTHER_KIND_WITHIN * self.tried[0].seconds:
+                kinds.setdefault(trial.kind, trial)
+        numbers = {trial.number for trial in kinds.values()}
+        others = [trial for trial in best.values() if trial.number not in numbers]
+        fastest, *of_other_kinds = kinds.values()
+        return [trial.placement for trial in (fastest, *of_other_kinds, *others)][:count]
 
-    def run(self, remap: bool) -> None:
+    def _try_policies(self, remap: bool) -> None:
         """Try all policies, with or without a layout for linear layers, until one is close to the bound."""
-        placer = self._placer(remap)
+        placer = self._placers[remap]
         seen: set[tuple[Any, ...]] = set()
         for policy in self._policies(remap, placer.widest):
             cut, halved = placer.counts(policy)
@@ -203,25 +173,25 @@ class _Search:
             if key not in seen:
                 seen.add(key)
                 self._try_levelled(placer, policy)
-            if self.is_done:
+            if self._least <= STOP_WITHIN * self.bound:
                 return
 
     def levelled(self, placement: Placement, delay: np.ndarray) -> Placement | None:
-        """Do as :meth:`PlacementResult.levelled`."""
+        """Place the documents of a placement anew, so that ranks that wait longer under it get less work.
+
+        Args:
+            placement: one of `ranked`, or the result of this method.
+            delay: seconds that each rank waited before it was done, fp64 [ranks].
+
+        Returns:
+            None if the waits are about equal, the policy leaves no choice, or the token cap would be exceeded.
+        """
         policy, delay = placement.policy, delay - delay.min()
-        if not policy.can_be_levelled or delay.max() < LEVEL_ABOVE * self._bound:
+        if not policy.can_be_levelled or delay.max() < LEVEL_ABOVE * self.bound:
             return None
-        placement = self._placer(policy.remap).place(policy, placement, delay)
+        placement = self._placers[policy.remap].place(policy, placement, delay)
         placement = replace(placement, parts=self._model.parts(placement))
-        return placement if self._keeps_cap(self._model.score(placement)) else None
-
-    def _placer(self, remap: bool) -> DocumentPlacer:
-        if remap not in self._placers:
-            self._placers[remap] = DocumentPlacer(self._model, not remap, self._cap, self._cross_node)
-        return self._placers[remap]
-
-    def _keeps_cap(self, score: PlacementEstimate) -> bool:
-        return self._cap is None or bool(score.tokens.max() <= self._cap + TOKEN_ROUNDING)
+        return placement if self._model.score(placement).tokens.max() <= self._most_tokens else None
 
     def _try_levelled(self, placer: DocumentPlacer, policy: PlacementPolicy) -> None:
         """Try a policy; then, as long as some ranks wait longer than others, with documents placed anew."""
@@ -229,27 +199,24 @@ class _Search:
         if first is None:
             return
         placement, score = first, self._try(first)
-        if not policy.can_be_levelled or score.total > LEVEL_WITHIN * self._least_seconds():
+        if not policy.can_be_levelled or score.total > LEVEL_WITHIN * self._least:
             return
         for _ in range(1 if self._is_large else LEVELLED_TRIALS):
             delay = score.delay - score.delay.min()
-            if delay.max() < LEVEL_ABOVE * self._bound:
+            if delay.max() < LEVEL_ABOVE * self.bound:
                 return
             placement = placer.place(policy, placement, delay)
             before, score = score, self._try(placement)
             if score.total >= before.total:
                 return
 
-    def _least_seconds(self) -> float:
-        """Return the seconds of the fastest placement so far."""
-        return min((trial.seconds for trial in self.tried), default=np.inf)
-
     def _try(self, placement: Placement) -> PlacementEstimate:
         placement = replace(placement, parts=self._model.parts(placement))
         score = self._model.score(placement)
-        if self._keeps_cap(score):
+        if score.tokens.max() <= self._most_tokens:
             seconds = score.total / (LINEAR_LAYOUT_GAIN if placement.policy.remap else 1.0)
             self.tried.append(_Trial(placement, score, seconds, len(self.tried)))
+            self._least = min(self._least, seconds)
         return score
 
     def _over_nodes(self, trials: Sequence[_Trial]) -> list[_Trial]:
@@ -270,8 +237,8 @@ class _Search:
             yield PlacementPolicy(CUT_ABOVE[0], split, remap=remap)
         if self._is_large:
             return
-        best = sorted(self.tried[before:], key=_sort_key)[: 1 if remap else 2]
-        if remap and best and best[0].seconds > LINEAR_LAYOUT_WITHIN * self._least_seconds():
+        best = sorted(self.tried[before:], key=_by_seconds)[: 1 if remap else 2]
+        if remap and best and best[0].seconds > LINEAR_LAYOUT_WITHIN * self._least:
             return
         splits = [trial.placement.policy.split for trial in best]
         # Documents of about a rank's share are even without split heads, once linear layers have their own layout.
@@ -281,7 +248,7 @@ class _Search:
         if wide:
             over_nodes = self._over_nodes(self.tried[before:])
             if over_nodes:
-                yield replace(min(over_nodes, key=_sort_key).placement.policy, wide=False)
+                yield replace(min(over_nodes, key=_by_seconds).placement.policy, wide=False)
         if remap or self._model.topology.ranks == 1:  # the placements of other systems have no layout for linear layers
             return
         if len(self._splits) > 1:

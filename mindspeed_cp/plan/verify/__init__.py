@@ -13,14 +13,19 @@ from mindspeed_cp.layout import Layout
 from mindspeed_cp.plan.problem import documents_error
 from mindspeed_cp.plan.program import DIRECTIONS, Plan, Program
 from mindspeed_cp.plan.records import TILE
+from mindspeed_cp.plan.verify.buffers import check_lifetimes
 from mindspeed_cp.plan.verify.explain import raise_wrong_gradient, raise_wrong_query
 from mindspeed_cp.plan.verify.interpret import Interpreter, expected_sums
-from mindspeed_cp.plan.verify.lifetimes import check_lifetimes
 from mindspeed_cp.plan.verify.memory import check_peak_bytes, peak_bytes
-from mindspeed_cp.plan.verify.parts import check_parts, interleaved_program
 from mindspeed_cp.plan.verify.queues import check_queues
-from mindspeed_cp.plan.verify.redistribution import check_redistribution
-from mindspeed_cp.plan.verify.structure import check_program, check_tiles, check_types
+from mindspeed_cp.plan.verify.structure import (
+    check_parts,
+    check_program,
+    check_redistribution,
+    check_tiles,
+    check_types,
+    interleaved_program,
+)
 from mindspeed_cp.schema.messages import short_repr
 from mindspeed_cp.schema.numbers import check_count
 

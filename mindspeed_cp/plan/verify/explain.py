@@ -67,7 +67,7 @@ def visible_keys_of(queries: Documents, keys: Documents, attention: AttentionCon
     doc, position = _doc_and_position(queries, token)
     path = [doc] if keys.trees is None else keys.trees.path(doc)
     tokens = ragged_arange(keys.offsets[path], keys.lengths[path])
-    left, right = attention.reach
+    left, right = attention.visible_range
     first, last = max(position - left, 0), max(position + right + 1, 0)
     if queries.blocks is not None and (block := int(queries.blocks.of(np.asarray(token)))) >= 0:
         first = min(first, position - token + int(queries.blocks.start[block]))

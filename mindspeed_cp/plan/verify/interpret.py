@@ -35,7 +35,7 @@ def expected_sums(
     query_numbers: np.ndarray,
     key_numbers: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Compute the sum that every token must get, from positions and reach alone.
+    """Compute the sum that every token must get, from positions and the visible range alone.
 
     Args:
         queries, keys: documents by lengths of queries and of keys.
@@ -46,7 +46,7 @@ def expected_sums(
         Sum of the numbers of the keys that each query sees, uint64 [query tokens]; and sum of the numbers of the
         queries that see each key, times the key's own number, uint64 [key tokens].
     """
-    left, right = attention.reach
+    left, right = attention.visible_range
     if not queries.is_plain:
         return _sums_along_paths(queries, left, query_numbers, key_numbers)
     return (

@@ -5,12 +5,14 @@ Numbers may be any of 64 bits: sums that could overflow are written as differenc
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from mindspeed_cp.errors import ConfigError, PlanError
-from mindspeed_cp.layout import ROW_RUN, TOKEN_SPAN, Documents, Layout
+from mindspeed_cp.layout import ROW_RUN, TOKEN_SPAN, Documents, Layout, Redistribution, ragged_arange
+from mindspeed_cp.plan.parts import parts_error
 from mindspeed_cp.plan.problem import AttentionConfig, Topology
 from mindspeed_cp.plan.program import DIRECTIONS, EXCHANGES, REDUCE_BYTES, Plan, Program
 from mindspeed_cp.plan.records import BAND, CAUSAL, CONTENT, FULL, MASK_NAMES, MESSAGE, Messages
@@ -303,12 +305,13 @@ def _check_masks(tiles: np.ndarray, attention: AttentionConfig, where: str) -> N
     """Raise PlanError unless every row of a band tile sees a key, and every key is seen; and causal tiles are of
     queries that see no later key and, if positions matter, end at one position on both sides and lie in the window.
 
-    Operators make the masks of some calls from the attention's reach and the positions of a tile, not from its mask.
+    Operators make the masks of some calls from the attention's visible range and the positions of a tile, not from its
+    mask.
     """
     tiles = tiles[tiles["mask"] != FULL]
     if not len(tiles):
         return
-    left, right = attention.reach
+    left, right = attention.visible_range
     q_rows, k_rows, ahead = tiles["q_rows"], tiles["k_rows"], tiles["q_pos"] - tiles["k_pos"]
     is_band, is_causal = tiles["mask"] == BAND, tiles["mask"] == CAUSAL
     sees_no_key = is_band & ((ahead + right < 0) | (ahead + q_rows - 1 - left >= k_rows))
@@ -361,4 +364,103 @@ def _check_tile_positions(program: Program, rank: int, tiles: np.ndarray, direct
             raise PlanError(
                 f"{direction}: rank {rank}, step {tile['step']}: {describe_tile(tile)}: its {pos} is {tile[pos]} with "
                 f"{rows[outside[0]]} rows, but its document {tile[doc]} has {length[outside[0]]} tokens"
+            )
+
+
+# Plans of parts: the parts form the plan, and its step order does not dead-lock.
+
+
+def check_parts(plan: Plan) -> None:
+    """Check a plan of parts, whose layouts are valid; the parts themselves are proved one by one.
+
+    Raises:
+        PlanError: the parts do not cover the documents of the batch once, hold other rows than the plan, or miss or
+            repeat a step.
+    """
+    error = parts_error(plan)
+    if error is not None:
+        raise PlanError(f"parts: {error}")
+    if not plan.q_layout_compute.same_as(plan.layout) or not plan.kv_layout_compute.same_as(plan.kv_layout_in):
+        raise PlanError(
+            "q_layout_compute, kv_layout_compute: a plan of parts redistributes nothing itself, but they differ "
+            "from the caller's layouts"
+        )
+    for direction, program in (("forward", plan.forward), ("backward", plan.backward)):
+        if program.steps or len(program.contents) or len(program.fetch) or len(program.reduce):
+            raise PlanError(
+                f"{direction}: a plan of parts computes and sends in its parts, but it has a program itself"
+            )
+
+
+def interleaved_program(plan: Plan, direction: str) -> Program:
+    """Return the messages of all parts as one program whose steps are the entries of `plan.step_order`.
+
+    As in the engine, the messages of a part are finished when its next step begins, or at the very end if it has no
+    next step. Messages of one step are of one part; slots of different parts are not distinguished.
+    """
+    order = plan.step_order(direction)
+    programs: list[Program] = [getattr(part, direction) for part in plan.parts]
+    step_index = [np.full(program.steps + 1, len(order)) for program in programs]  # index in `order`
+    for index, (part, step) in enumerate(order):
+        step_index[part][step] = index
+    return replace(
+        plan.forward,
+        steps=len(order),
+        fetch=_interleaved([program.fetch for program in programs], step_index),
+        reduce=_interleaved([program.reduce for program in programs], step_index),
+    )
+
+
+def _interleaved(messages: list[Messages], step_index: list[np.ndarray]) -> Messages:
+    items = np.concatenate([part.items for part in messages])
+    items["start"] = np.concatenate(
+        [index[part.items["start"]] for part, index in zip(messages, step_index, strict=True)]
+    )
+    items["done"] = np.concatenate(
+        [index[part.items["done"] + 1] - 1 for part, index in zip(messages, step_index, strict=True)]
+    )
+    return Messages(items[np.argsort(items["start"], kind="stable")], messages[0].runs[:0])
+
+
+# Redistributions: every row and head arrives at its place in the target exactly once.
+
+
+def check_redistribution(redistribution: Redistribution, name: str) -> None:
+    """Check that a redistribution fills every row of its target once, with the right token.
+
+    The adjoint uses the same rank pairs in the opposite direction, so both are proved.
+
+    Raises:
+        PlanError: names rank and row, or the pair of ranks.
+    """
+    for rank in range(redistribution.target.ranks):
+        wanted = redistribution.target.tokens(rank)
+        low, high = redistribution.target.head_range(rank, redistribution.heads)
+        if low == high:
+            continue
+        arrived, last = np.full(len(wanted), -1), np.empty(len(wanted), np.int64)
+        for pair in redistribution.rank_pairs[redistribution.rank_pairs["dst"] == rank]:
+            runs, where = redistribution.runs_of(pair), f"{name}: rank {rank}, from rank {pair['src']}"
+            if (pair["head"], pair["head"] + pair["heads"]) != (low, high):
+                raise PlanError(
+                    f"{where}: heads {pair['head']} to {pair['head'] + pair['heads'] - 1} arrive, but the rank holds "
+                    f"heads "
+                    f"{low} to {high - 1}"
+                )
+            given = redistribution.source.tokens(int(pair["src"]))
+            src_rows, dst_rows = (ragged_arange(runs[side], runs["rows"]) for side in ("src_row", "dst_row"))
+            outside = (dst_rows < 0) | (dst_rows >= len(wanted)) | (src_rows < 0) | (src_rows >= len(given))
+            if outside.any() or len(dst_rows) != pair["rows"]:
+                raise PlanError(f"{where}: its {pair['rows']} rows do not exist on both sides")
+            number = np.arange(len(dst_rows))
+            last[dst_rows] = number
+            if (arrived[dst_rows] >= 0).any() or (last[dst_rows] != number).any():
+                raise PlanError(f"{where}: a row arrives twice")
+            arrived[dst_rows] = given[src_rows]
+        wrong = np.flatnonzero(arrived != wanted)
+        if len(wrong):
+            row = int(wrong[0])
+            content = "nothing" if arrived[row] < 0 else f"token {arrived[row]}"
+            raise PlanError(
+                f"{name}: rank {rank}, row {row}: {content} arrives, but the layout has token {wanted[row]}"
             )

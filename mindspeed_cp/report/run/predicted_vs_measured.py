@@ -26,8 +26,7 @@ from mindspeed_cp.report.files import check_output_path
 from mindspeed_cp.report.run.step_traces import MeasuredStep, TimeBreakdown, read_traced_steps
 from mindspeed_cp.report.text import Table, format_bytes
 from mindspeed_cp.report.trace_events import timeline_recording, write_trace
-from mindspeed_cp.simulate.linear_times import linear_times
-from mindspeed_cp.simulate.simulator import simulate_plan
+from mindspeed_cp.simulate.simulator import linear_times, simulate_plan
 
 #: Largest number of ranks in the table of ranks.
 COMPARED_RANK_LIMIT = 32
@@ -356,7 +355,7 @@ class _LayerSimulator:
         bytes_sent = traffic(plan, self._element_bytes)
         timeline = simulate_plan(plan, self._cluster, layer)
         forward, is_attention = timeline.steps_forward, timeline.is_attention("forward")
-        posting, posting_backward = (timeline.posting(direction) for direction in ("forward", "backward"))
+        posting, posting_backward = (timeline.launch_overhead(direction) for direction in ("forward", "backward"))
         linear = linear_times(plan, ComputeCost(self._cluster, plan.attention, layer), backward=False)
         granularity = self._settings.model.recompute_granularity
         recomputes, full = int(granularity is not None), int(granularity == "full")

@@ -1,4 +1,4 @@
-"""Cost model of torch's CPU kernels, which decides how tiles are cut. Measured by `python -m benchmarks.kernels_cpu`.
+"""Cost model of torch's CPU kernels, which decides how tiles are cut.
 
 The flash kernels process 32 queries at a time in calls of fewer than 192 queries, 64 below 768 and 256 from 768 on;
 more is faster. Their own causal mask skips keys in blocks of 512; a mask argument skips none. High strips therefore

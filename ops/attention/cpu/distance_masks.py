@@ -64,6 +64,6 @@ def _table(attention: AttentionConfig, heads: tuple[int, int], first: int, last:
         table = np.zeros((1, len(distance)), np.float32)
     else:
         table = (attention.slopes[slice(*heads), None] * -np.abs(distance)).astype(np.float32)
-    left, right = attention.reach
+    left, right = attention.visible_range
     table[:, (distance > left) | (distance < -right)] = -np.inf
     return table

@@ -69,7 +69,7 @@ class TileRegion:
             attention: its window applies to mask BAND.
         """
         if mask == BAND:
-            left, right = attention.reach
+            left, right = attention.visible_range
             return TileRegion(rows, keys, ahead - left, ahead + right)
         return TileRegion(rows, keys, -UNLIMITED, keys - rows if mask == CAUSAL else UNLIMITED)
 

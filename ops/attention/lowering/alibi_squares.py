@@ -41,7 +41,7 @@ def alibi_blocks(
     for name in ("q_row", "q_rows", "k_row", "k_rows", "doc", "q_pos", "k_pos"):
         blocks[name] = tiles[name]
     blocks["tile"], blocks["step_slot"] = np.arange(len(tiles)), step_slot
-    left, right = attention.reach
+    left, right = attention.visible_range
     n, m = blocks["q_rows"], blocks["k_rows"]
     a, c = blocks["q_pos"], blocks["k_pos"]  # queries have positions a .. b - 1, keys c .. d - 1, both x .. y - 1
     b, d = a + n, c + m

@@ -54,7 +54,7 @@ def plain_blocks(tiles: np.ndarray, step_slot: np.ndarray, attention: AttentionC
 
 def _diagonals(blocks: np.ndarray, attention: AttentionConfig) -> tuple[np.ndarray, np.ndarray]:
     """Return (low, high): row i of a block sees the keys i + low .. i + high of the block."""
-    left, right = attention.reach
+    left, right = attention.visible_range
     ahead = blocks["q_pos"] - blocks["k_pos"]
     return ahead - left, ahead + right
 

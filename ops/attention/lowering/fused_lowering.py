@@ -43,7 +43,7 @@ def lower_to_fused_calls(tiles: np.ndarray, rows: int, attention: AttentionConfi
     """
     if not len(tiles):
         return {}
-    if not limits.single_keys_in_batch or attention.reach != (0, 0):
+    if not limits.single_keys_in_batch or attention.visible_range != (0, 0):
         return _lower_blocks(tiles, rows, attention, limits)
     sees_more = _sees_more_than_itself(tiles, rows)
     calls = lower_single_keys(tiles[~sees_more], rows, attention, limits)
@@ -239,7 +239,7 @@ def _sparse_mode(kind: BlockKind, blocks: np.ndarray, attention: AttentionConfig
     if kind in (BlockKind.ALL, BlockKind.SIDE):
         return 0, NO_LIMIT, NO_LIMIT, False
     largest = int(max(blocks["k_rows"].max(), blocks["size"].max()))
-    left, right = attention.reach
+    left, right = attention.visible_range
     if kind == BlockKind.DIAGONAL:
         left_tokens, right_tokens = left, right
     elif kind == BlockKind.PAIR:

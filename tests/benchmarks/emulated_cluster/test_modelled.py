@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.cluster.layer import busy_seconds
-from benchmarks.cluster.modelled import ModelledAttention
+from benchmarks.cluster.layer import ModelledAttention, busy_seconds
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, context_parallel_attention
 from mindspeed_cp.algorithms.linear_layout import with_linear_layout
 from mindspeed_cp.cluster import ComputeCost, load_cluster

@@ -64,11 +64,3 @@ def test_bad_settings_are_named(change, names):
 def test_unknown_links_are_named():
     with pytest.raises(ConfigError, match="--in-node is 'star'"):
         scale().shape(2, "star")
-
-
-def test_nics_become_as_slow_as_a_slowdown_asks_for():
-    slow = scale("a2", 8).with_seconds(1000.0)
-    assert slow.seconds == pytest.approx(1000.0, rel=1e-6) and slow.cluster == scale("a2", 8).cluster
-    for seconds, names in ((0.0, "--slowdown is 0"), (float("nan"), "--slowdown is nan"), (1e6, "--rate is 0.002")):
-        with pytest.raises(ConfigError, match=names):
-            scale("a2", 8).with_seconds(seconds)

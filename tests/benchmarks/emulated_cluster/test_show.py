@@ -59,6 +59,5 @@ def test_tables_hold_every_variant():
     figures = show.figures([row("a", 0, 1.0), row("b", 0, 0.5)], SHAPE, "a")
     console = show.Console(width=200, record=True, file=io.StringIO())
     console.print(show.layer_table("title", figures, 10.0, "a"))
-    console.print(show.message_table("title", [row("a", 0, 1.0), row("b", 0, 0.5)], SHAPE, 800_000))
     text = console.export_text()
     assert " 500 " in text and "50.00" in text and "2.00" in text and "1.0 of 1.5" in text

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.cluster.scale import Scale
+from benchmarks.cluster.scale import BASE, Batch, Scale, plan_for
 from benchmarks.cluster.validate import Case, cases_of, empty_batch, in_order, predicted, turn_seconds, verdict
-from benchmarks.cluster.variants import BASE, Batch, plan_for
 from mindspeed_cp import AttentionConfig, simulate_plan
 from mindspeed_cp.cluster import LayerCost
 

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.cluster.layer import planned_bytes
-from benchmarks.cluster.scale import Scale
-from benchmarks.cluster.variants import BASE, USUAL, VARIANTS, Batch, batches_of, narrowed, plan_for
+from benchmarks.cluster.scale import BASE, USUAL, VARIANTS, Batch, Scale, batches_of, narrowed, plan_for
 from mindspeed_cp import AttentionConfig, Documents, Plan, verify_plan
 from mindspeed_cp.algorithms.linear_layout import with_linear_layout
 from mindspeed_cp.plan import traffic

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.published.systems.case import Case
+from benchmarks.published.systems.even import Case
 from mindspeed_cp import AttentionConfig, Documents, Topology
 from mindspeed_cp.cluster import load_cluster
 

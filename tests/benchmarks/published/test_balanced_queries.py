@@ -7,12 +7,21 @@ from itertools import product
 import numpy as np
 import pytest
 
-from benchmarks.published.bins import assigned_ranks, packed_bins, ring_seconds, seated
-from benchmarks.published.chunks import chunked_plan, dispatched, in_stages, piece_pairs
-from benchmarks.published.moved_queries import balanced_queries, balanced_tasks, equal_runs, moved_plan, shards_of
-from benchmarks.published.packing import rows_of_equal_work
+from benchmarks.published.bases import rows_of_equal_work
 from benchmarks.published.systems import SYSTEMS
-from benchmarks.published.systems.case import Case
+from benchmarks.published.systems.balanced_queries import (
+    balanced_queries,
+    balanced_tasks,
+    chunked_plan,
+    dispatched,
+    equal_runs,
+    in_stages,
+    moved_plan,
+    piece_pairs,
+    shards_of,
+)
+from benchmarks.published.systems.even import Case
+from benchmarks.published.systems.ring_groups import assigned_ranks, packed_bins, ring_seconds, seated
 from mindspeed_cp import AttentionConfig, Documents, Topology, verify_plan
 from mindspeed_cp.algorithms.kv_fetch.needs import needed_tokens
 from mindspeed_cp.cluster import load_cluster

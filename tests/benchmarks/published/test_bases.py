@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.length_sets import FURTHER_SETS
+from benchmarks.data import FURTHER_SETS
 from benchmarks.published import bases
 from benchmarks.published.bases import (
+    LAYERS,
     Bench,
     Place,
     bound,
@@ -17,8 +18,8 @@ from benchmarks.published.bases import (
     further_rows,
     one_row,
     pool_of,
+    step_seconds,
 )
-from benchmarks.published.steps import LAYERS, step_seconds
 from benchmarks.published.timing import layer
 from mindspeed_cp import Documents
 from mindspeed_cp.errors import ConfigError

@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.published.gather import build_gathered
-from benchmarks.published.groups import Thresholds, power_of_two, power_of_two_groups, zoned_groups
 from benchmarks.published.rings import Group, grouped_rings
-from benchmarks.published.split_groups import differencing, flexible_groups
 from benchmarks.published.systems import SYSTEMS, dynamic_cp, eod_ring, ring, ulysses, usp, zeppelin
-from benchmarks.published.systems.even import eod_lengths
+from benchmarks.published.systems.even import build_gathered, eod_lengths
+from benchmarks.published.systems.head_groups import differencing, flexible_groups
+from benchmarks.published.systems.ring_groups import Thresholds, power_of_two, power_of_two_groups, zoned_groups
 from mindspeed_cp import AttentionConfig, Documents, PlanError, Topology, verify_plan
 from mindspeed_cp.plan.program import Plan
 from tests.benchmarks.published.cases import LENGTHS, case

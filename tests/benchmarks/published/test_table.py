@@ -11,12 +11,16 @@ import numpy as np
 import pytest
 
 from benchmarks.published.__main__ import main
-from benchmarks.published.csv_file import RESULT, SETTING, batch_lines
-from benchmarks.published.remarks import assumptions, beside_reported
-from benchmarks.published.reported import REPORTED, for_cluster
 from benchmarks.published.systems import BASE, COMPARATORS, OURS, SYSTEMS, VARIANTS
 from benchmarks.published.table import (
+    REPORTED,
+    RESULT,
+    SETTING,
     Row,
+    assumptions,
+    batch_lines,
+    beside_reported,
+    for_cluster,
     header,
     line,
     markdown,

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.published.rings import grouped_rings
-from benchmarks.published.routed import RoutedLinkQueues, routing_pays
+from benchmarks.published.rings import RoutedLinkQueues, grouped_rings, routing_pays
 from benchmarks.published.systems import (
     dist_ca,
     dynamic_cp,
@@ -17,9 +16,8 @@ from benchmarks.published.systems import (
     usp,
     zeppelin,
 )
-from benchmarks.published.systems.case import LOOKED_AT
-from benchmarks.published.timing import Candidate, fastest, layer
-from benchmarks.published.training_step import MicroBatchTime, simulate_layers
+from benchmarks.published.systems.even import LOOKED_AT
+from benchmarks.published.timing import Candidate, MicroBatchTime, fastest, layer, simulate_layers
 from mindspeed_cp import AttentionConfig, Documents, Topology
 from mindspeed_cp.cluster import Cluster, load_cluster
 from mindspeed_cp.plan.transfers import GRADIENT_BYTES

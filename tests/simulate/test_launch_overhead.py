@@ -8,7 +8,7 @@ import pytest
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, simulate_plan
 from mindspeed_cp.cluster import LayerCost, load_cluster
 from mindspeed_cp.plan.transfers import TRANSFER
-from mindspeed_cp.simulate.posting import posting_seconds
+from mindspeed_cp.simulate.timeline import launch_overheads
 
 MHA, NO_LINEAR, POST = AttentionConfig(heads=8, head_dim=128), LayerCost(0.0, 1024), 1e-3
 
@@ -23,15 +23,15 @@ def table(*rows: tuple[int, int, int, int, int, int]) -> np.ndarray:
 
 def test_both_ends_of_each_message_pay() -> None:
     rows = table((0, 1, 0, 1, 0, 0), (0, 2, 0, 0, 0, 0), (0, 2, 0, 0, 1, 0), (2, 1, 1, 1, 0, 0))
-    assert posting_seconds(rows, 3, 2, 2.0).tolist() == [[6, 0], [2, 2], [4, 2]]
-    assert not posting_seconds(rows, 3, 2, 0.0).any() and not posting_seconds(rows[:0], 3, 2, 2.0).any()
+    assert launch_overheads(rows, 3, 2, 2.0).tolist() == [[6, 0], [2, 2], [4, 2]]
+    assert not launch_overheads(rows, 3, 2, 0.0).any() and not launch_overheads(rows[:0], 3, 2, 2.0).any()
 
 
 def test_every_rank_posts_an_exchange_once_and_each_exchange_of_a_step() -> None:
     single = table((0, 1, 0, 1, 0, 1), (1, 0, 0, 1, 0, 1))
-    assert posting_seconds(single, 3, 2, 2.0).tolist() == [[2, 0]] * 3
+    assert launch_overheads(single, 3, 2, 2.0).tolist() == [[2, 0]] * 3
     three = table((0, 1, 0, 1, 0, 1), (1, 0, 0, 0, 0, 1), (1, 0, 0, 1, 1, 1), (2, 0, 1, 1, 0, 0))
-    assert posting_seconds(three, 3, 2, 2.0).tolist() == [[6, 2], [6, 0], [6, 2]]
+    assert launch_overheads(three, 3, 2, 2.0).tolist() == [[6, 2], [6, 0], [6, 2]]
 
 
 @pytest.mark.parametrize("exchange", ["messages", "all_to_all"])

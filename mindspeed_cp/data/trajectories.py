@@ -6,18 +6,19 @@ once and keeps the shapes of its trees.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from mindspeed_cp.data.corpus import STDLIB, open_corpus, user_files
-from mindspeed_cp.data.file_corpus import JSON_LINES, printable_path
-from mindspeed_cp.data.rollouts import ROLLOUTS, Rollouts, RolloutShape
-from mindspeed_cp.data.trajectory_lines import TrajectoryFiles, TrajectoryGroup
+from mindspeed_cp.data.corpus import JSON_LINES, VOCAB_SIZE, FileEntries, printable_path, tokenize, user_files
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents, PackedTrajectories, ragged_arange
+from mindspeed_cp.schema.messages import short_repr
 
 
 class GroupSource(Protocol):
@@ -141,23 +142,17 @@ class TrajectoryCorpus:
         return ragged_arange(first, counts), counts
 
 
-def open_trajectories(
-    source: str, min_shared: int = 1, context: int | None = None, shape: RolloutShape | None = None, seed: int = 0
-) -> TrajectoryCorpus:
+def open_trajectories(source: str, min_shared: int = 1, context: int | None = None) -> TrajectoryCorpus:
     """Open a corpus of groups of trajectories.
 
     Args:
-        source: "rollouts", groups generated from the standard library of Python; a .jsonl file with a group on each
-            line (:mod:`mindspeed_cp.data.trajectory_lines`); or a folder, which is searched with its subfolders.
+        source: a .jsonl file with a group on each line, or a folder, which is searched with its subfolders.
         min_shared, context: as for TrajectoryCorpus.
-        shape, seed: sizes of generated groups, and the seed of their draws.
 
     Raises:
         ConfigError: the source does not exist or has no group, or a group is not valid; names it.
     """
-    if source == ROLLOUTS:
-        return TrajectoryCorpus(Rollouts(open_corpus(STDLIB), shape or RolloutShape(), seed), min_shared, context)
-    root, paths = user_files(source, (JSON_LINES,), ROLLOUTS)
+    root, paths = user_files(source, (JSON_LINES,), None)
     corpus = TrajectoryCorpus(TrajectoryFiles(paths), min_shared, context)
     if not len(corpus):
         raise ConfigError(f"corpus {printable_path(root)}: has no group; its {JSON_LINES} files have no lines")
@@ -187,3 +182,112 @@ def concatenate(groups: Sequence[PackedTrajectories], documents: Documents) -> P
         np.concatenate([np.zeros(0, np.int64), *(group.tokens for group in groups)]),
         tuple(path + offset for group, offset in zip(groups, offsets[:-1], strict=True) for path in group.tree_tokens),
     )
+
+
+# Groups of trajectories in .jsonl files: one group a line, such as the answers sampled for one prompt.
+#
+# ::
+#
+#     {"prompt": "2 + 2 =", "trajectories": [" 4", " four"], "weights": [1, 0.5]}
+#     {"trajectories": [[1, 2, 3, 4], [1, 2, 5]], "weights": [[0, 0, 1, 1], [0, 0, 1]]}
+#
+# Texts become their bytes, and a trajectory that is a text ends with EOD. Lists are token numbers, taken as they are.
+# The prompt stands before every trajectory of its line, and nothing of it is learned.
+
+
+KEYS = ("prompt", "trajectories", "weights")
+_EXAMPLE = '{"prompt": "...", "trajectories": ["...", "..."], "weights": [1, 0.5]}'
+
+
+@dataclass(frozen=True, eq=False)
+class TrajectoryGroup:
+    """Trajectories that are packed together.
+
+    Attributes:
+        trajectories: token numbers of each, int64 [length], one or more of one token or more.
+        weights: loss weight of each of their tokens as one to predict, fp64 [length]; that of a first token is not
+            used.
+    """
+
+    trajectories: Sequence[np.ndarray]
+    weights: Sequence[np.ndarray]
+
+
+class TrajectoryFiles(FileEntries):
+    """Groups of .jsonl files; lines are read on demand."""
+
+    def read(self, group: int) -> TrajectoryGroup:
+        """Read a group.
+
+        Raises:
+            ConfigError: the line is no group, or the file has been removed or changed since it was opened.
+        """
+        return parse_group(self.read_bytes(group), self.name(group))
+
+
+def parse_group(line: bytes, where: str) -> TrajectoryGroup:
+    """Return the group of a JSON line; `where` names it in errors.
+
+    Raises:
+        ConfigError: it is no JSON object, has other keys, or a value that is not valid; names it.
+    """
+    try:
+        value = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: is no JSON ({error}); each line must be an object such as {_EXAMPLE}") from None
+    if not isinstance(value, dict) or "trajectories" not in value:
+        what = f"has the keys {sorted(value)}" if isinstance(value, dict) else f"is a JSON {type(value).__name__}"
+        raise ConfigError(f"{where}: {what}; each line must be an object such as {_EXAMPLE}")
+    unknown = sorted(value.keys() - set(KEYS))
+    if unknown:
+        raise ConfigError(f"{where}: unknown key {unknown[0]!r}; valid: {', '.join(KEYS)}")
+    listed = value["trajectories"]
+    if not isinstance(listed, list) or not listed:
+        raise ConfigError(f"{where}: trajectories is {short_repr(listed)}; valid: a list of one trajectory or more")
+    prompt = _tokens(value.get("prompt", []), f"{where}: prompt", is_end=False)
+    answers = [_tokens(text, f"{where}: trajectories[{i}]", is_end=True) for i, text in enumerate(listed)]
+    weights = value.get("weights", [1.0] * len(answers))
+    if not isinstance(weights, list) or len(weights) != len(answers):
+        raise ConfigError(
+            f"{where}: weights is {short_repr(weights)}; valid: a list of {len(answers)}, one entry for each trajectory"
+        )
+    empty = next((i for i, tokens in enumerate(answers) if not len(prompt) + len(tokens)), None)
+    if empty is not None:
+        raise ConfigError(f"{where}: trajectories[{empty}] has no tokens; valid: 1 token or more; leave it out")
+    return TrajectoryGroup(
+        [np.concatenate([prompt, tokens]) for tokens in answers],
+        [
+            np.concatenate([np.zeros(len(prompt)), _weights(given, len(tokens), f"{where}: weights[{i}]")])
+            for i, (given, tokens) in enumerate(zip(weights, answers, strict=True))
+        ],
+    )
+
+
+def _tokens(value: Any, where: str, is_end: bool) -> np.ndarray:
+    """Return the token numbers of a text or a list, int64 [tokens]; a text with `is_end` ends with EOD."""
+    if isinstance(value, str):
+        try:
+            return tokenize(value.encode("utf-8"), end=is_end)
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"{where} has half a surrogate pair at character {error.start}; mend the line") from None
+    valid = f"a text, or a list of token numbers from 0 to {VOCAB_SIZE - 1}"
+    if not isinstance(value, list):
+        raise ConfigError(f"{where} is {short_repr(value)}; valid: {valid}")
+    for token in value:
+        if type(token) is not int or not 0 <= token < VOCAB_SIZE:
+            raise ConfigError(f"{where} has {short_repr(token)}; valid: {valid}")
+    return np.array(value, np.int64)
+
+
+def _weights(value: Any, tokens: int, where: str) -> np.ndarray:
+    """Return the loss weights of a trajectory's own tokens, fp64 [tokens]."""
+    numbers = value if isinstance(value, list) else [value] * tokens
+    for number in numbers if isinstance(value, list) else [value]:
+        if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
+            raise ConfigError(f"{where} is {short_repr(number)}; valid: a finite number, or one for each token")
+    if len(numbers) != tokens:
+        raise ConfigError(
+            f"{where} has {len(numbers)} numbers; valid: one number, or {tokens}, one for each token of the trajectory"
+            " (of a text, one for each byte and one for its end)"
+        )
+    return np.array(numbers, np.float64)

@@ -1,0 +1,475 @@
+"""The assignment problem of a global batch in whole numbers.  A document is its index in the batch."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import TypeVar
+
+import numpy as np
+
+from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.layout import assign_to_least_loaded
+
+#: The search ends when the slowest replica is within this fraction (1/8192) of the least possible time.
+TOLERANCE_DIVISOR = 8192
+
+Row = list[int]  # documents of a micro-batch
+DocumentGroups = list[list[Row]]  # micro-batches of each replica
+
+
+@dataclass(frozen=True)
+class DispatchProblem:
+    """Arguments of `balance.assign` in whole numbers; times are multiples of `unit` seconds."""
+
+    lengths: tuple[int, ...]
+    costs: tuple[int, ...]
+    micro_batch_cost: int  # of each micro-batch
+    replicas: int
+    equal_counts: bool
+    token_bound: int
+    rows: tuple[int, ...] | None
+    unit: float
+
+    def tokens_of(self, row: Iterable[int]) -> int:
+        """Return the tokens of a micro-batch."""
+        return sum(self.lengths[document] for document in row)
+
+    def time_of(self, row: Iterable[int]) -> int:
+        """Return the time of a micro-batch without `micro_batch_cost`."""
+        return sum(self.costs[document] for document in row)
+
+    def replica_time(self, group: Sequence[Row]) -> int:
+        """Return the time of all micro-batches of a replica."""
+        return sum(map(self.time_of, group)) + self.micro_batch_cost * len(group)
+
+    def objective(self, groups: DocumentGroups) -> tuple[int, int, int, int]:
+        """Return what is minimized, in lexicographic order: number of replicas without documents, time of the slowest
+        replica, number of micro-batches, time of the longest micro-batch."""
+        idle = sum(not any(group) for group in groups)
+        times = [self.time_of(row) for group in groups for row in group]
+        return idle, max(map(self.replica_time, groups)), len(times), max(times, default=0)
+
+    @cached_property
+    def good_enough_time(self) -> int:
+        """Time of the slowest replica at which the search ends: the lower bound plus 1/8192 of it."""
+        fewest = -(-sum(self.lengths) // self.token_bound)
+        mean = -(-(sum(self.costs) + self.micro_batch_cost * fewest) // self.replicas)
+        least = max(mean, max(self.costs, default=0) + self.micro_batch_cost)
+        return least + least // TOLERANCE_DIVISOR
+
+    def by_cost(self, documents: Iterable[int]) -> Row:
+        """Sort by descending cost, then descending length, then index."""
+        return sorted(documents, key=lambda document: (-self.costs[document], -self.lengths[document], document))
+
+
+def best_fit_decreasing(problem: DispatchProblem, documents: Iterable[int]) -> list[Row]:
+    """Pack documents into few micro-batches: the longest first, each into the one with the least sufficient room."""
+    rows: list[Row] = []
+    rooms: list[tuple[int, int]] = []  # (room, row), ascending
+    for document in sorted(documents, key=lambda document: (-problem.lengths[document], document)):
+        length = problem.lengths[document]
+        position = bisect_left(rooms, (length, -1))
+        if position == len(rooms):
+            rows.append([])
+            room, row = problem.token_bound, len(rows) - 1
+        else:
+            room, row = rooms.pop(position)
+        rows[row].append(document)
+        insort(rooms, (room - length, row))
+    return rows
+
+
+# The candidates of `balance.assign`: ways to assign documents to replicas and micro-batches.
+
+
+def best_candidate(problem: DispatchProblem) -> DocumentGroups:
+    """Return the best candidate.
+
+    Raises:
+        ConfigError: no candidate keeps both the bound of tokens and equal counts.
+    """
+    best = None
+    for groups in _candidates(problem):
+        best = groups if best is None else min(best, groups, key=problem.objective)
+        idle, slowest, *_ = problem.objective(best)
+        if problem.replicas > 1 and not idle and slowest <= problem.good_enough_time:
+            break
+    if best is None:
+        raise ConfigError(
+            f"equal_counts: {len(problem.lengths)} documents of {sum(problem.lengths)} tokens were not packed into "
+            f"equally many micro-batches of {problem.token_bound} tokens on {problem.replicas} replicas; give more "
+            "documents"
+        )
+    return best
+
+
+def _candidates(problem: DispatchProblem) -> Iterator[DocumentGroups]:
+    documents, ordered = range(len(problem.lengths)), in_order(problem)
+    rows = [row for group in ordered for row in group]
+    count = 0  # number of micro-batches in which documents are then arranged by cost
+    if all(problem.tokens_of(row) <= problem.token_bound for row in rows):
+        for groups in (ordered, improve_by_rows(problem, assign_rows(problem, rows))):
+            if len(set(map(len, groups))) <= 1:
+                yield groups
+            else:
+                yield from with_equal_counts(problem, groups)
+        count = len(rows)
+    yield from with_equal_counts(problem, longest_first(problem))
+    for packed in (fill_by_cost(problem, documents, count), best_fit_decreasing(problem, documents)):
+        if packed is not None:
+            yield from with_equal_counts(problem, improve_by_rows(problem, assign_rows(problem, packed)))
+
+
+def in_order(problem: DispatchProblem) -> DocumentGroups:
+    """Assign the given rows, row i to replica i % replicas; without rows, fill them in the order of the documents."""
+    if problem.rows is not None:
+        rows: list[Row] = [[] for _ in range(max(problem.rows, default=-1) + 1)]
+        for document, row in enumerate(problem.rows):
+            rows[row].append(document)
+    else:
+        rows, room = [], -1
+        for document, length in enumerate(problem.lengths):
+            if room < length:
+                rows.append([])
+                room = problem.token_bound
+            rows[-1].append(document)
+            room -= length
+    return [rows[replica :: problem.replicas] for replica in range(problem.replicas)]
+
+
+def fill_by_cost(problem: DispatchProblem, documents: Iterable[int], count: int) -> list[Row] | None:
+    """Pack documents into `count` micro-batches of similar time: the costliest first, each into the fastest micro-batch
+    that has room. Return None if a document finds no room."""
+    order = problem.by_cost(documents)
+    costs, lengths = ([of_all[document] for document in order] for of_all in (problem.costs, problem.lengths))
+    owners = assign_to_least_loaded(costs, [0] * count, sizes=lengths, bound=problem.token_bound)
+    if len(owners) < len(order):
+        return None
+    rows: list[Row] = [[] for _ in range(count)]
+    for document, row in zip(order, owners, strict=True):
+        rows[row].append(document)
+    return rows
+
+
+def shorten_longest(problem: DispatchProblem, rows: list[Row]) -> list[Row]:
+    """Repack the documents into as many micro-batches, if the longest micro-batch then takes less time."""
+    packed = fill_by_cost(problem, (document for row in rows for document in row), len(rows))
+    if packed is None or not all(packed):
+        return rows
+    return min(rows, packed, key=lambda rows: max(map(problem.time_of, rows), default=0))
+
+
+def longest_first(problem: DispatchProblem) -> DocumentGroups:
+    """Assign documents to replicas by longest processing time first, pack each replica's documents, then exchange
+    documents between replicas.
+
+    The cost of a document includes its tokens' share of the cost of a micro-batch, because a replica with more tokens
+    needs more micro-batches.
+    """
+    costs = [
+        cost + problem.micro_batch_cost * length // problem.token_bound
+        for cost, length in zip(problem.costs, problem.lengths, strict=True)
+    ]
+    assigned: list[Row] = [[] for _ in range(problem.replicas)]
+    order = sorted(range(len(costs)), key=lambda document: (-costs[document], -problem.lengths[document], document))
+    replicas = assign_to_least_loaded([costs[document] for document in order], [0] * problem.replicas)
+    for document, replica in zip(order, replicas, strict=True):
+        assigned[replica].append(document)
+    groups = [best_fit_decreasing(problem, documents) for documents in assigned]
+    improve_by_documents(problem, groups)
+    return [shorten_longest(problem, group) for group in groups]
+
+
+def with_equal_counts(problem: DispatchProblem, groups: DocumentGroups) -> Iterator[DocumentGroups]:
+    """Yield the groups. If the problem asks for equal counts, first repack each replica's documents into as many
+    micro-batches as the replica with most has; yield nothing if a replica has too few documents for that."""
+    if not problem.equal_counts:
+        yield groups
+        return
+    count = max(map(len, groups), default=0)
+    equal_groups = []
+    for group in groups:
+        rows = fill_by_cost(problem, (document for row in group for document in row), count)
+        if rows is None or not all(rows):
+            rows = list(group)
+            while 0 < len(rows) < count and len(longest := min(rows, key=partial(_split_order, problem))) > 1:
+                rows.remove(longest)
+                rows += [problem.by_cost(longest)[::2], problem.by_cost(longest)[1::2]]
+        if len(rows) < count or not all(rows):
+            return
+        equal_groups.append(rows)
+    yield equal_groups
+
+
+def _split_order(problem: DispatchProblem, row: Row) -> tuple[bool, int, Row]:
+    """Sort key that puts the row to split first: of those with several documents, the longest in time."""
+    return len(row) < 2, -problem.time_of(row), row
+
+
+def assign_rows(problem: DispatchProblem, rows: Sequence[Row]) -> DocumentGroups:
+    """Assign whole micro-batches to replicas: the longest first, each to the replica with the least time among those
+    with fewer than rows / replicas of them, rounded up."""
+    limit = -(-len(rows) // problem.replicas)
+    groups: DocumentGroups = [[] for _ in range(problem.replicas)]
+    rows = sorted(rows, key=lambda row: (-problem.time_of(row), row))
+    times = [problem.time_of(row) + problem.micro_batch_cost for row in rows]
+    replicas = assign_to_least_loaded(times, [0] * problem.replicas, bound=limit)
+    for row, replica in zip(rows, replicas, strict=True):
+        groups[replica].append(list(row))
+    return groups
+
+
+# Exchanges between the slowest replica and others that improve an assignment.
+
+
+#: Maximum number of exchanges; each one makes the slower of two replicas faster.
+MAX_EXCHANGES = 200
+
+#: Number of replicas, the fastest first, with which the slowest replica tries to exchange.
+MAX_PARTNERS = 4
+
+
+def improve_by_documents(problem: DispatchProblem, groups: DocumentGroups) -> None:
+    """Move or swap documents between the slowest replica and others while that makes the slower of the two faster."""
+    times = [problem.replica_time(group) for group in groups]
+    for _ in range(MAX_EXCHANGES):
+        slowest, partners = _slowest_and_partners(times)
+        if times[slowest] <= problem.good_enough_time:
+            break
+        for partner in partners:
+            documents, partner_documents = (
+                [document for row in groups[replica] for document in row] for replica in (slowest, partner)
+            )
+            exchanged = _exchange(problem, documents, partner_documents, times[slowest] - times[partner])
+            if exchanged is None:
+                continue
+            packed = [best_fit_decreasing(problem, documents) for documents in exchanged]
+            new_times = [problem.replica_time(group) for group in packed]
+            if max(new_times) < times[slowest]:
+                groups[slowest], groups[partner] = packed
+                times[slowest], times[partner] = new_times
+                break
+        else:
+            break
+
+
+def _slowest_and_partners(times: list[int]) -> tuple[int, list[int]]:
+    """Return the slowest replica, and the replicas with which it tries to exchange."""
+    order = sorted(range(len(times)), key=lambda replica: (times[replica], replica))
+    return order[-1], order[: min(MAX_PARTNERS, len(order) - 1)]
+
+
+def _exchange(problem: DispatchProblem, documents: Row, partner_documents: Row, gap: int) -> tuple[Row, Row] | None:
+    """Return the documents of two replicas after the move or swap that comes nearest to closing the gap between their
+    times; None if nothing narrows the gap, or if the first replica would have no document left."""
+    if gap <= 0:
+        return None
+    costs = np.array([problem.costs[document] for document in documents])
+    returned = np.array([0, *(problem.costs[document] for document in partner_documents)])  # entry 0: nothing, a move
+    order = np.argsort(returned, kind="stable")
+    below = np.searchsorted(returned[order], costs - gap // 2, "right")
+    best: tuple[int, int, int] | None = None  # remaining gap, index of the given document, entry of `returned`
+    for step in (-1, 0):
+        entry = order[np.clip(below + step, 0, len(returned) - 1)]
+        gain = costs - returned[entry]
+        remaining = np.where((gain > 0) & (gain < gap), np.abs(2 * gain - gap), np.iinfo(np.int64).max)
+        index = int(np.argmin(remaining))
+        if 0 < gain[index] < gap and (best is None or int(remaining[index]) < best[0]):
+            best = int(remaining[index]), index, int(entry[index])
+    if best is None:
+        return None
+    _, given, taken = best
+    rest, grown = documents[:given] + documents[given + 1 :], [*partner_documents, documents[given]]
+    if taken:
+        rest.append(partner_documents[taken - 1])
+        del grown[taken - 1]
+    return (rest, grown) if rest else None
+
+
+def improve_by_rows(problem: DispatchProblem, groups: DocumentGroups) -> DocumentGroups:
+    """Swap whole micro-batches between the slowest replica and others, or single documents where none improves."""
+    times = [problem.replica_time(group) for group in groups]
+    for _ in range(MAX_EXCHANGES):
+        slowest, partners = _slowest_and_partners(times)
+        if times[slowest] <= problem.good_enough_time:
+            break
+        for partner in partners:
+            rows, partner_rows, gap = groups[slowest], groups[partner], times[slowest] - times[partner]
+            gain = _swap_rows(problem, rows, partner_rows, gap) or _swap_documents(problem, rows, partner_rows, gap)
+            if gain:
+                times[slowest] -= gain
+                times[partner] += gain
+                break
+        else:
+            break
+    return groups
+
+
+def _swap_rows(problem: DispatchProblem, rows: list[Row], partner_rows: list[Row], gap: int) -> int:
+    """Swap the two micro-batches that come nearest to closing the gap; return the time gained, 0 if none narrows it."""
+    swaps = [
+        (problem.time_of(row) - problem.time_of(partner_row), i, j)
+        for i, row in enumerate(rows)
+        for j, partner_row in enumerate(partner_rows)
+    ]
+    useful = [swap for swap in swaps if 0 < swap[0] < gap]
+    if not useful:
+        return 0
+    gain, i, j = min(useful, key=lambda swap: (abs(2 * swap[0] - gap), swap))
+    rows[i], partner_rows[j] = partner_rows[j], rows[i]
+    return gain
+
+
+def _swap_documents(problem: DispatchProblem, rows: list[Row], partner_rows: list[Row], gap: int) -> int:
+    """Move or swap the documents that come nearest to closing the gap and fit into the micro-batches; return the time
+    gained, 0 if none narrows the gap."""
+    best: tuple[int, int, int, int, int] | None = None  # remaining gap, row, row of the partner, indices of documents
+    for i, row in enumerate(rows):
+        room, costs, lengths = _room_costs_lengths(problem, row)
+        for j, partner_row in enumerate(partner_rows):
+            partner_room, partner_costs, partner_lengths = _room_costs_lengths(problem, partner_row)
+            # Column 0: a move, for which nothing comes back.
+            gain = costs[:, None] - np.append(0, partner_costs)
+            growth = lengths[:, None] - np.append(0, partner_lengths)
+            useful = (gain > 0) & (gain < gap) & (growth <= partner_room) & (-growth <= room)
+            if len(row) == 1:
+                useful[:, 0] = False  # a micro-batch keeps at least one document
+            if not useful.any():
+                continue
+            remaining = np.where(useful, np.abs(2 * gain - gap), np.iinfo(np.int64).max)
+            given, taken = divmod(int(np.argmin(remaining)), remaining.shape[1])
+            if best is None or int(remaining[given, taken]) < best[0]:
+                best = int(remaining[given, taken]), i, j, given, taken
+    if best is None:
+        return 0
+    _, i, j, given, taken = best
+    document = rows[i].pop(given)
+    gain = problem.costs[document]
+    if taken:
+        partner_document = partner_rows[j].pop(taken - 1)
+        rows[i].append(partner_document)
+        gain -= problem.costs[partner_document]
+    partner_rows[j].append(document)
+    return gain
+
+
+def _room_costs_lengths(problem: DispatchProblem, row: Row) -> tuple[int, np.ndarray, np.ndarray]:
+    """Return the tokens that still fit into a micro-batch, and costs and lengths of its documents, int64."""
+    costs, lengths = (
+        np.array([values[document] for document in row], np.int64) for values in (problem.costs, problem.lengths)
+    )
+    return problem.token_bound - int(lengths.sum()), costs, lengths
+
+
+# Micro-batches of a replica with pipeline stages: how many, and in which order, by the time of the 1F1B schedule.
+#
+# Stages run one micro-batch after the other, and each waits for the one before it in the forward and for the one behind
+# it in the backward (1F1B, PipeDream-Flush, 2006.09503). With p stages and m equal micro-batches a step takes
+# (m + p - 1) / m times the work of a stage: more and shorter micro-batches shrink the bubble. Unequal ones wait for the
+# longest; the first and the last are best short, since other stages wait for their forward and backward alone::
+#
+#     stage 0   F0 F1 B0 F2 B1 F3 B2 .. B3
+#     stage 1      F0 B0 F1 B1 F2 B2 F3 B3      2 stages, 4 micro-batches; B takes twice as long as F
+#
+# All times are integers, so that every rank decides alike.
+
+
+BACKWARD = 2  # times the forward
+#: At most this many times as many micro-batches as were packed: shorter ones leave each rank of a replica too few
+#: tokens to be even, which the cost of documents does not know.
+MOST_SPLIT = 2
+SWAPPED = 8  # micro-batches up to which exchanges of two are tried
+
+Number = TypeVar("Number", int, float)
+
+
+def pipeline_time(times: Sequence[Number], stages: int) -> Number:
+    """Return when the 1F1B schedule of equal stages ends, times `stages * (1 + BACKWARD)`.
+
+    Args:
+        times: of each micro-batch over all stages, forward and backward, in the order of the schedule; integers give an
+            integer.
+        stages: number of pipeline stages.
+    """
+    count, zero = len(times), type(times[0])(0) if len(times) else 0
+    if stages == 1:
+        return (1 + BACKWARD) * sum(times, zero)
+    orders = [list(_schedule(stage, stages, count)) for stage in range(stages)]
+    done: list[list[list[Number | None]]] = [[[None] * count for _ in range(stages)] for _ in range(2)]
+    clocks, following = [zero] * stages, [0] * stages
+    moved = True
+    while moved:
+        moved = False
+        for stage, order in enumerate(orders):
+            while following[stage] < len(order):
+                backward, number = order[following[stage]]
+                before = stage + (1 if backward else -1)
+                ready = done[backward][before][number] if 0 <= before < stages else clocks[stage]
+                if ready is None:
+                    break
+                clocks[stage] = max(clocks[stage], ready) + times[number] * (BACKWARD if backward else 1)
+                done[backward][stage][number] = clocks[stage]
+                following[stage] += 1
+                moved = True
+    return max(clocks)
+
+
+def _schedule(stage: int, stages: int, count: int) -> Iterator[tuple[int, int]]:
+    """Yield the order of a stage: (0 for forward or 1 for backward, micro-batch)."""
+    ahead = min(stages - 1 - stage, count)
+    for number in range(ahead):
+        yield 0, number
+    for number in range(count):
+        if number + ahead < count:
+            yield 0, number + ahead
+        yield 1, number
+
+
+def pipelined(problem: DispatchProblem, rows: Sequence[Row], stages: int) -> list[Row]:
+    """Return the micro-batches of a replica as the pipeline takes them soonest, in their order.
+
+    Args:
+        problem: costs, bound of tokens, cost of a micro-batch; with equal counts the number of micro-batches stays.
+        rows: the documents of each, as few as there can be.
+        stages: number of pipeline stages.
+    """
+    documents = [document for row in rows for document in row]
+    best = _ordered(problem, rows, stages)
+    most = len(rows) if problem.equal_counts else min(MOST_SPLIT * len(rows), len(documents))
+    for count in range(len(rows), most + 1):
+        packed = fill_by_cost(problem, documents, count)
+        if packed is None or not all(packed):
+            continue
+        best = min(best, _ordered(problem, packed, stages))
+    time, order = best
+    return _with_exchanges(problem, time, order, stages)
+
+
+def _ordered(problem: DispatchProblem, rows: Sequence[Row], stages: int) -> tuple[int, list[Row]]:
+    """Return time and order, the best of: longest first, shortest first, short at both ends."""
+    descending = sorted((sorted(row) for row in rows), key=lambda row: (-problem.time_of(row), row))
+    ascending = descending[::-1]
+    orders = (descending, ascending, ascending[::2] + ascending[1::2][::-1], ascending[1::2] + ascending[::2][::-1])
+    return min((_time(problem, order, stages), order) for order in orders)
+
+
+def _with_exchanges(problem: DispatchProblem, time: int, order: list[Row], stages: int) -> list[Row]:
+    """Exchange two micro-batches as long as that helps."""
+    improved = len(order) <= SWAPPED
+    while improved:
+        improved = False
+        for first in range(len(order)):
+            for second in range(first + 1, len(order)):
+                other = list(order)
+                other[first], other[second] = order[second], order[first]
+                other_time = _time(problem, other, stages)
+                if other_time < time:
+                    time, order, improved = other_time, other, True
+    return order
+
+
+def _time(problem: DispatchProblem, rows: Sequence[Row], stages: int) -> int:
+    return pipeline_time([problem.time_of(row) + problem.micro_batch_cost for row in rows], stages)
