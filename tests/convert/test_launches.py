@@ -13,7 +13,7 @@ from mindspeed_cp import AttentionConfig, Documents, build_plan, verify_plan
 from mindspeed_cp.algorithms import ALGORITHMS
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.convert import convert_flags, convert_script
-from mindspeed_cp.convert.rules import Outcome
+from mindspeed_cp.convert.flag_table import Outcome
 
 LAUNCHES = Path(__file__).parent / "launches"
 
