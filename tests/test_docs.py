@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mindspeed_cp.algorithms import ALGORITHMS
-from mindspeed_cp.config.capabilities import FEATURES
+from tools.capabilities import FEATURES
 
 DOCS = Path(__file__).parent.parent / "docs"
 

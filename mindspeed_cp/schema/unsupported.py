@@ -47,18 +47,12 @@ CAUSAL_CROSS_ATTENTION = UnsupportedAttention(
     "query stands",
     "mask 'full', or kv_documents with the lengths of documents",
 )
-CUDA_ALIBI_DROPOUT = UnsupportedAttention(
-    {"backend": "cuda", "bias": "alibi", "dropout": "some"},
-    "attention.alibi is given together with attention.dropout, which no kernel of the cuda backend computes",
-    "one of the two, or backend cpu or npu",
-)
+
+#: Everything else is computed, in any combination.
 ATTENTION = (
     CAUSAL_CROSS_ATTENTION,
     UnsupportedAttention(
         {"documents": "trees", "mask": "full"}, "documents have parents, with attention.mask 'full'", TREES_NEED
-    ),
-    UnsupportedAttention(
-        {"documents": "trees", "bias": "alibi"}, "documents have parents, with attention.alibi", TREES_NEED
     ),
     UnsupportedAttention(
         {"documents": "blocks", "mask": "full"}, "documents have blocks, with attention.mask 'full'", BLOCKS_NEED
@@ -66,8 +60,18 @@ ATTENTION = (
     UnsupportedAttention(
         {"documents": "blocks", "bias": "alibi"}, "documents have blocks, with attention.alibi", BLOCKS_NEED
     ),
-    CUDA_ALIBI_DROPOUT,
+    UnsupportedAttention(
+        {"backend": "cuda", "bias": "alibi", "dropout": "some"},
+        "attention.alibi is given together with attention.dropout, which no kernel of the cuda backend computes",
+        "one of the two, or backend cpu or npu",
+    ),
 )
+
+
+def unsupported_attention(features: Mapping[str, str]) -> UnsupportedAttention | None:
+    """Return the first row of the table of which these are the features, None if the attention is computed."""
+    return next((row for row in ATTENTION if row.features.items() <= features.items()), None)
+
 
 Condition = Callable[[Any], bool]
 
