@@ -243,7 +243,7 @@ OPTIONS = {
     "report": ("--step", "--cluster", "--json", "--trace"),
     "train": ("--nproc", "--set", "--resume", "--no-resume", "--json"),
     "doctor": ("--link-seconds",),
-    "calibrate": ("--nproc", "--base", "--csv", "--dtype", "--longest", "--heads"),
+    "calibrate": ("--nproc", "--base", "--dtype", "--longest", "--heads"),
 }  # fmt: skip
 WORDS = (
     "ring",
