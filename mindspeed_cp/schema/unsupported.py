@@ -116,7 +116,7 @@ class Unsupported:
         """
         if not hasattr(config, self.setting):
             return None
-        if self.when and not (CONDITIONS | dict(conditions or {}))[self.when](config):
+        if self.when and not {**CONDITIONS, **(conditions or {})}[self.when](config):
             return None
         value = getattr(config, self.setting)
         if self._is_valid(value):
@@ -143,7 +143,7 @@ def unsupported(group: str) -> tuple[Unsupported, ...]:
     """Return the rows of a group of unsupported.yaml: "model", "this_megatron", "arguments" or "mindspeed"."""
     rows = []
     for row in map(dict, _read_table()[group]):
-        lists = {name: tuple(row.pop(name)) for name in ("only", "never") if name in row}
+        lists: dict[str, Any] = {name: tuple(row.pop(name)) for name in ("only", "never") if name in row}
         names = row.pop("setting").split()
         rows += [Unsupported(name, **row, **lists) for name in names]
     return tuple(rows)
