@@ -48,7 +48,6 @@ ANOTHER_MODEL = "none: without the flag it is another model; train this one with
 SUITE_FILE = "SUITE_FILE"
 #: The flags by which Megatron's scripts take this package's spec and settings.
 SPEC_WORDS = ("--spec", "mindspeed_cp.megatron.pretrain", "spec")
-PLAN_WORDS = ("--cp-plan", SUITE_FILE)
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from mindspeed_cp.convert.flag_table import (
     MODEL_FLAGS,
     OTHER_FLAGS,
     OWN_ROWS,
-    PLAN_WORDS,
     RULES,
+    SUITE_FILE,
     Added,
     FlagRule,
     Given,
@@ -111,7 +111,6 @@ CASES: list[tuple[list[str], str, Outcome | str | None]] = [
     (["--reset-attention-mask"], "--reset-attention-mask", Outcome.REFUSED),
     (["--reset-attention-mask", "--use-rotary-position-embeddings"], "--reset-attention-mask", Outcome.STAYS),
     (["--reset-attention-mask", "--reset-position-ids"], "--reset-attention-mask", Outcome.STAYS),
-    (["--attention-mask-type", "causal"], "--attention-mask-type", Outcome.REMOVED),
     (["--attention-mask-type", "general"], "--attention-mask-type", Outcome.REFUSED),
     (["--cp-attention-mask-type", "general"], "--cp-attention-mask-type", Outcome.REFUSED),
     (["--attention-mask-type", "general", "--reset-attention-mask"], "--attention-mask-type", Outcome.REMOVED),
@@ -125,7 +124,6 @@ CASES: list[tuple[list[str], str, Outcome | str | None]] = [
     (["--pre-tockens", "200", "--seq-length", "200"], "--pre-tockens", Outcome.REMOVED),
     (["--next-tockens", "0"], "--next-tockens", Outcome.REMOVED),
     (["--next-tockens", "1"], "--next-tockens", Outcome.REFUSED),
-    (["--sparse-mode", "2"], "--sparse-mode", Outcome.REMOVED),
     (["--sparse-mode", "4"], "--sparse-mode", Outcome.REFUSED),
     (["--moe-token-dispatcher-type", "allgather"], "--moe-token-dispatcher-type", Outcome.STAYS),
     (["--moe-token-dispatcher-type", "allgather", *PP], "--moe-token-dispatcher-type", Outcome.REPLACED),
@@ -149,11 +147,7 @@ CASES: list[tuple[list[str], str, Outcome | str | None]] = [
         None,
     ),
     (["--mrope-section", "16", "24", "24"], "--mrope-section", Outcome.REFUSED),
-    (["--use-fused-rotary-pos-emb"], "--use-fused-rotary-pos-emb", Outcome.STAYS),
     (["--moe-fb-overlap"], "--moe-fb-overlap", Outcome.REFUSED),
-    (["--softmax-type", "learnable"], "--softmax-type", Outcome.STAYS),
-    (["--attention-backend", "local"], "--attention-backend", Outcome.REMOVED),
-    (["--cp-plan", "suite.yaml"], "--cp-plan", Outcome.REFUSED),
     (["--cp-plan-pool"], "--cp-plan-pool", Outcome.REFUSED),
     (["--hybrid-context-parallel"], "--cp-plan-pool", None),
     (["--attn-logit-softcapping", "50.0"], "--attn-logit-softcapping", Outcome.REFUSED),
@@ -163,7 +157,6 @@ CASES: list[tuple[list[str], str, Outcome | str | None]] = [
     (["--interleave-sliding-window", "4096"], "--interleave-sliding-window", Outcome.REFUSED),
     (["--is-pairwise-dataset"], "--is-pairwise-dataset", Outcome.REFUSED),
     (["--hybrid-context-parallel"], "--hybrid-context-parallel", Outcome.REFUSED),
-    (["--fix-sub-seq-length", "-1"], "--fix-sub-seq-length", Outcome.REMOVED),
     (["--fix-sub-seq-length", "512"], "--fix-sub-seq-length", Outcome.REFUSED),
 ]
 
@@ -244,7 +237,7 @@ def test_an_invalid_value_is_named_with_its_flag(flags: list[str], message: str)
 
 
 def test_added_flags_end_with_the_settings() -> None:
-    assert ADDED_FLAGS[-1].words == PLAN_WORDS
+    assert ADDED_FLAGS[-1].words == ("--cp-plan", SUITE_FILE)
     conversion = convert_flags(BASE, output="my suite.yaml")
     assert conversion.added[-2:] == ("--cp-plan", "my suite.yaml")
 

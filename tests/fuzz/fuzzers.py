@@ -246,22 +246,8 @@ OPTIONS = {
     "calibrate": ("--nproc", "--base", "--dtype", "--longest", "--heads"),
 }  # fmt: skip
 WORDS = (
-    "ring",
-    "all",
-    "a2",
-    "causal",
-    "full",
-    "700,30,410",
-    "64",
-    "4",
-    "2",
-    "1",
-    "wikipedia",
-    "fair",
-    "fifo",
-    "bf16",
-    "model.num_layers=3",
-)
+    "ring", "all", "a2", "causal", "full", "700,30,410", "64", "4", "2", "1", "wikipedia", "fair", "fifo", "bf16", "model.num_layers=3",
+)  # fmt: skip
 
 
 def arguments(generator: random.Random, folder: Path) -> None:
