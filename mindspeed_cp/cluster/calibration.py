@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import json
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import combinations
@@ -107,8 +105,7 @@ def _links(draft: ClusterDraft, fits: MeasuredFits, base: Cluster | None) -> Non
         return  # the base's links and communication_efficiency
     if fits.in_node is None and base is None:
         raise ConfigError(
-            "links in a node: not measured; start at least 2 ranks (--nproc 2, or torchrun), give --csv with rows of "
-            "in_node, or a --base"
+            "links in a node: not measured; start at least 2 ranks (--nproc 2, or torchrun), or give a --base"
         )
     draft.put("measured bandwidths are what transfers reach", communication_efficiency=1.0)
     if fits.in_node is not None:
@@ -178,20 +175,7 @@ def write_preset(path: str | Path, cluster: Cluster, sources: dict[str, str], ti
         raise ConfigError(f"{path}: cannot be written: {error.strerror}") from None
 
 
-# Measured seconds of kernels and links, from this machine or a CSV file, and the fits to them.
-
-
-#: Measured kinds, and the CSV columns with the amount of work of each.
-MEASURED_KINDS = {
-    "attention": ("flops", "short_side", "calls"),
-    "linear": ("flops",),
-    "in_node": ("bytes",),
-    "in_node_all": ("bytes",),
-    "network": ("bytes",),
-    "network_all": ("bytes",),
-    "posting": ("calls",),
-}
-CSV_COLUMNS = ("kind", "seconds", "flops", "short_side", "calls", "bytes")
+# Measured seconds of kernels and links, and the fits to them.
 
 
 @dataclass(frozen=True)
@@ -282,57 +266,6 @@ class MeasuredFits:
         """Return the quality of each fit: {"attention": {"points", "median_error", "largest_error"}, ...}."""
         models = {name: getattr(self, name) for name in ("attention", "linear", "in_node", "network")}
         return {name: model.fit.summary() for name, model in models.items() if model is not None}
-
-
-def read_measurements(path: str | Path) -> list[Measurement]:
-    """Read a CSV file with columns from :data:`CSV_COLUMNS`.
-
-    Cells that a kind does not need may be empty, unused columns may be missing, and `calls` defaults to 1.
-
-    Raises:
-        ConfigError: The file cannot be read, a column or kind is unknown, or a number is missing or not positive; the
-            message gives the line.
-    """
-    name = str(path)
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"{name}: no such file; give a CSV file of measurements") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or 'it is not text'}") from None
-    reader = csv.DictReader(text.splitlines(), restkey="")
-    header = [str(column) for column in reader.fieldnames or ()]
-    unknown = [column for column in header if column not in CSV_COLUMNS]
-    missing = [column for column in ("kind", "seconds") if column not in header]
-    if unknown or missing or len(set(header)) < len(header):
-        wrong = (
-            f"column {unknown[0]!r} is unknown" if unknown else f"column {missing[0]!r} is missing" if missing else ""
-        )
-        raise ConfigError(f"{name}:1: {wrong or 'a column is given twice'}; valid: {', '.join(CSV_COLUMNS)}")
-    measurements = [_row(row, f"{name}:{reader.line_num}") for row in reader]
-    if not measurements:
-        raise ConfigError(f"{name}: there are no measurements in it; give rows of {', '.join(CSV_COLUMNS)}")
-    return measurements
-
-
-def _row(row: dict[Any, Any], location: str) -> Measurement:
-    kind = (row["kind"] or "").strip()
-    if kind not in MEASURED_KINDS:
-        raise ConfigError(f"{location}: kind {kind!r}: valid: {', '.join(MEASURED_KINDS)}")
-    if "" in row:
-        raise ConfigError(f"{location}: has more cells than there are columns")
-    values: dict[str, float] = {}
-    for column in ("seconds", *MEASURED_KINDS[kind]):
-        cell = (row.get(column) or "").strip()
-        if not cell and column == "calls":
-            continue
-        try:
-            values[column] = float(cell)
-        except ValueError:
-            values[column] = math.nan
-        if not 0 < values[column] < math.inf:
-            raise ConfigError(f"{location}: {column} of {kind} is {cell!r}; valid: a number above 0")
-    return Measurement(kind, **values)
 
 
 # Fits of a cluster's attention, linear layers and links to measured seconds.

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from mindspeed_cp.convert.flag_table import ARITIES
 from mindspeed_cp.convert.recorder import RECORDED, TIME_LIMIT, Recording, last_error
-from mindspeed_cp.convert.rules import ARITIES
 from mindspeed_cp.errors import ConfigError, shortened
 
 _MODULE_FLAGS = ("-m", "--module")

@@ -13,20 +13,21 @@ from mindspeed_cp.config.aliases import read_algorithm
 from mindspeed_cp.config.candidates import SUITE_SECTION
 from mindspeed_cp.convert.command_line import Flag, read_flags
 from mindspeed_cp.convert.conversion import Change, Conversion
-from mindspeed_cp.convert.launch import Launch, find_launch, other_work
-from mindspeed_cp.convert.recorder import record
-from mindspeed_cp.convert.rules import (
+from mindspeed_cp.convert.flag_table import (
     ADDED_FLAGS,
     ARITIES,
     LLM_FLAGS,
     MODEL_FLAGS,
     OTHER_FLAGS,
     RULES,
+    SPEC_WORDS,
+    SUITE_FILE,
     FlagRule,
     Given,
     Outcome,
 )
-from mindspeed_cp.convert.rules.parallel import SPEC_WORDS, SUITE_FILE
+from mindspeed_cp.convert.launch import Launch, find_launch, other_work
+from mindspeed_cp.convert.recorder import record
 from mindspeed_cp.convert.sizes import read_sizes
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.schema.messages import format_value
@@ -175,9 +176,6 @@ class _Work:
         if rule is None:
             self.remaining += (*flag.words, *flag.rest)
             return
-        if rule.check is not None:
-            for value in flag.values:
-                rule.check(value)
         if not counts and rule.outcome is not Outcome.STAYS:
             outcome = Outcome.STAYS if rule.outcome.stays else Outcome.REMOVED
             self._row(flag, outcome, "", "a later one takes precedence")

@@ -17,7 +17,6 @@ from mindspeed_cp.cluster.calibration import (
     fit_attention,
     fit_rate,
     fit_terms,
-    read_measurements,
 )
 from mindspeed_cp.errors import ConfigError
 
@@ -88,35 +87,6 @@ def test_no_factor_is_below_zero_and_no_small_change_is_better() -> None:
 def test_too_little_to_fit_is_refused(rows: list[tuple[str, float, float]], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         MeasuredFits.from_measurements([Measurement(*row) for row in rows])
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "mine.csv:1: column 'kind' is missing; valid: kind, seconds"),
-        ("kind,seconds,speed\n", "column 'speed' is unknown"),
-        ("kind,seconds,seconds\n", "a column is given twice"),
-        ("kind,seconds,bytes\n", "there are no measurements in it"),
-        ("kind,seconds,bytes\nwire,1,1\n", "mine.csv:2: kind 'wire': valid: attention, linear, in_node"),
-        ("kind,seconds,bytes\nin_node,1,1\nin_node,1,\n", "mine.csv:3: bytes of in_node is '': valid: a number above 0"),
-        ("kind,seconds,bytes\nin_node,-1,1\n", "seconds of in_node is '-1'"),
-        ("kind,seconds,bytes\nin_node,1,nan\n", "bytes of in_node is 'nan'"),
-        ("kind,seconds,bytes\nin_node,1,2,3\n", "more cells than there are columns"),
-        ("kind,seconds\nlinear,1\n", "flops of linear is ''"),
-    ],
-)  # fmt: skip
-def test_a_bad_file_of_measurements_is_refused(text: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "mine.csv").write_text(text)
-    with pytest.raises(ConfigError, match=message.replace("'': valid", "''; valid")):
-        read_measurements(tmp_path / "mine.csv")
-
-
-def test_calls_default_to_one(tmp_path: Path) -> None:
-    (tmp_path / "mine.csv").write_text(
-        "kind,seconds,flops,short_side,calls\nattention,1e-3,2e9,64,\nattention,1,2,3,4\n"
-    )
-    first, second = read_measurements(tmp_path / "mine.csv")
-    assert first == Measurement("attention", 1e-3, flops=2e9, short_side=64, calls=1) and second.calls == 4
 
 
 @pytest.mark.skipif(not PROFILE.exists(), reason="the profile is public data that is not part of the project")
