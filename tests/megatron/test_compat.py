@@ -52,9 +52,9 @@ def test_patches_are_applied_on_call_and_undone() -> None:
     assert before == [vars(module) for module in (moe_utils, multi_latent_attention, token_dispatcher)]
 
 
-@pytest.mark.parametrize("text", ["0.11.0", "0.1.0"])
-def test_old_versions_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=rf"megatron-core is {text}; valid: 0\.12 or later.*use 0\.16\.1"):
+@pytest.mark.parametrize("text", ["0.11.0", "0.13.1", "0.14.0", "0.15.0rc8"])
+def test_versions_outside_0_12_and_0_16_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=rf"megatron-core is {text}; valid: 0\.12 .*or 0\.16 or later.*use 0\.16\.1"):
         check_version(text)
 
 

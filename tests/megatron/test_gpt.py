@@ -78,8 +78,8 @@ def oracle() -> dict[str, Outcome]:
 
 
 def has_oracle(case: Case) -> bool:
-    """False for what only planned attention has; Megatron's own has windows from 0.15 on."""
-    windowed = "window_size" in case.config and parse_version(VERSION) < (0, 15)
+    """False for what only planned attention has; Megatron 0.12 has no windows of its own."""
+    windowed = "window_size" in case.config and parse_version(VERSION) < (0, 16)
     return case.optimizer is None and not case.config.get("attention_dropout") and not windowed
 
 

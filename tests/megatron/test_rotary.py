@@ -177,7 +177,7 @@ def test_latent_layers_rotate_as_megatrons_and_share_one_table(changes: dict[str
     documents = Documents(LENGTHS)
     x = torch.randn(documents.tokens, 4, 17, generator=torch.Generator().manual_seed(0))
     borders = torch.tensor(sorted({*documents.offsets.tolist()}), dtype=torch.int32)
-    takes_flag = "packed_seq" in inspect.signature(source.forward).parameters  # since 0.14
+    takes_flag = "packed_seq" in inspect.signature(source.forward).parameters  # not in 0.12
     table = source(64, **({"packed_seq": True} if takes_flag else {}))
     angles, factor = table if isinstance(table, tuple) else (table, 1.0)
     has_flag = "mla_rotary_interleaved" in inspect.signature(apply_rotary_pos_emb).parameters  # since 0.18

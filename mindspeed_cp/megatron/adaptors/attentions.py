@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mindspeed_cp import AttentionConfig, ConfigError
 from mindspeed_cp.megatron.beside_mindspeed.origin import replaced_by
-from mindspeed_cp.megatron.patches.spans import SPAN
+from mindspeed_cp.megatron.patches import versions
 from mindspeed_cp.plan import alibi_slopes
 
 _LATENT_INIT = "megatron.core.transformer.multi_latent_attention.MultiLatentAttention.__init__"
@@ -122,7 +122,7 @@ def _widths(config: TransformerConfig) -> tuple[int, int, float | None]:
         return width, width, config.softmax_scale
     width = config.qk_head_dim + config.qk_pos_emb_head_dim
     # MindSpeed's layers scale by mscale in every version.
-    mscale = config.mscale if replaced_by(_LATENT_INIT) else SPAN.latent_factor_of_scale(config)
+    mscale = config.mscale if replaced_by(_LATENT_INIT) else versions.latent_factor_of_scale(config)
     concentration = _yarn_get_mscale(config.rotary_scaling_factor, mscale)  # as Megatron, RoPE or YaRN
     return width, config.v_head_dim, concentration * concentration / math.sqrt(width)
 
@@ -142,7 +142,7 @@ def _latent(config: TransformerConfig) -> tuple[int, int] | None:
 
 def _window(config: TransformerConfig, layer_number: int | None) -> tuple[int, int] | None:
     """Return the sliding window of a layer; None if window_attn_skip_freq makes it a layer of full attention."""
-    pattern = getattr(config, "window_attn_skip_freq", None)  # from Megatron 0.15 on
+    pattern = getattr(config, "window_attn_skip_freq", None)  # Megatron 0.12 has none
     window, layers = config.window_size, config.num_layers
     if window is None or pattern is None:
         return None if window is None else tuple(window)

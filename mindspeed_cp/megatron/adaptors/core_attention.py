@@ -52,8 +52,8 @@ class PlannedAttention(MegatronModule):
         softmax_scale: factor of q.k; default 1/sqrt(width of q).
         cp_comm_type: config.cp_comm_type, which check_model_config checks.
         k_channels, v_channels: width of q and k, and of v; default config.kv_channels.
-        pg_collection, model_comm_pgs: process groups, under the name of the installed version; `cp` carries keys and
-            values, `tp` splits heads. Default: those of parallel_state.
+        pg_collection: process groups; `cp` carries keys and values, `tp` splits heads. Default: those of
+            parallel_state.
         suite: the section context_parallel_suite.
         alibi: linear biases instead of rotary positions; the slopes are those of all the model's heads.
         packed_cut: how a data loader without plans cuts packed rows over the ranks, see :func:`install`.
@@ -80,7 +80,6 @@ class PlannedAttention(MegatronModule):
         k_channels: int | None = None,
         v_channels: int | None = None,
         pg_collection: Any = None,
-        model_comm_pgs: Any = None,
         *,
         suite: SuiteSettings,
         alibi: bool = False,
@@ -95,7 +94,7 @@ class PlannedAttention(MegatronModule):
                 f"attn_mask_type is {attn_mask_type.name}; valid with planned attention: "
                 f"{', '.join(t.name for t in _MASKS)}"
             )
-        groups = pg_collection or model_comm_pgs
+        groups = pg_collection
         cp_group = groups.cp if groups is not None else parallel_state.get_context_parallel_group()
         cp_group = cp_group.group if isinstance(cp_group, UncutGroup) else cp_group
         tp_group = groups.tp if groups is not None else parallel_state.get_tensor_model_parallel_group()
@@ -125,7 +124,7 @@ class PlannedAttention(MegatronModule):
         heads = self.attention.heads
         self.softmax_offset = learnable_sinks(config, tp_group.rank() * heads, heads, self.softmax_type)
         self.packed = PackedPlanner(with_model_sizes(suite, config), (self.attention,), packed_cut)
-        without_rope = getattr(config, "no_rope_freq", None)  # from Megatron 0.14 on
+        without_rope = getattr(config, "no_rope_freq", None)  # Megatron 0.12 has none
         self.rotates = not (without_rope and without_rope[layer_number - 1])
         self.installed = False
         self.rotary: PlannedRotary | None = None

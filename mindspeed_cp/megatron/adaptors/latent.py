@@ -16,7 +16,7 @@ from mindspeed_cp.megatron.adaptors.core_attention import PlannedAttention
 from mindspeed_cp.megatron.adaptors.latent_projections import latent_projections
 from mindspeed_cp.megatron.adaptors.rotary import UncutGroup
 from mindspeed_cp.megatron.beside_mindspeed.rotation import without_rotation
-from mindspeed_cp.megatron.patches.spans import SPAN
+from mindspeed_cp.megatron.patches import versions
 
 
 class PlannedMLASelfAttention(MLASelfAttention):
@@ -30,13 +30,12 @@ class PlannedMLASelfAttention(MLASelfAttention):
     core_attention: PlannedAttention
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if SPAN.GROUPS is not None:
-            groups = copy.copy(kwargs.get(SPAN.GROUPS) or SPAN.all_groups())
+        if versions.GROUPS is not None:
+            groups = copy.copy(kwargs.get(versions.GROUPS) or versions.all_groups())
             groups.cp = UncutGroup(groups.cp)
-            kwargs[SPAN.GROUPS] = groups
-        with SPAN.uncut_tables():
-            super().__init__(*args, **kwargs)
-        if SPAN.GROUPS is not None:
+            kwargs[versions.GROUPS] = groups
+        super().__init__(*args, **kwargs)
+        if versions.GROUPS is not None:
             self.rotary_pos_emb.cp_group = groups.cp
         self.core_attention.use_up_projection(self.linear_kv_up_proj)
 
@@ -64,7 +63,7 @@ class PlannedMLASelfAttention(MLASelfAttention):
                 "planned attention trains and evaluates only; generate with a model built from the original spec"
             )
         if packed_seq_params is not None and packed_seq_params.qkv_format != "thd":
-            problem = SPAN.latent_rows(hidden_states.shape[1])
+            problem = versions.latent_rows(hidden_states.shape[1])
             if problem is not None:
                 raise ConfigError(
                     f"qkv_format is {packed_seq_params.qkv_format!r} with {hidden_states.shape[1]} sequences; valid in "
@@ -81,7 +80,7 @@ class PlannedMLASelfAttention(MLASelfAttention):
                 key = _SumOfPositions.apply(key, self.config.qk_head_dim, self.core_attention.tp_group)
         if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
             query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
-        return query, key, value, *rest
+        return (query, key, value) if versions.IS_0_12 else (query, key, value, *rest)
 
     def _run_core_attention(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **others: Any

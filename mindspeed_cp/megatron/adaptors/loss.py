@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.megatron.patches.spans import SPAN
+from mindspeed_cp.megatron.patches import versions
 
 REPORT_KEY = "lm loss"
 MAX_COUNT = 2**31 - 1  # Megatron's schedules add token counts up in int32
@@ -50,7 +50,7 @@ def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, di
     total = (losses.reshape(-1).float() * mask).sum()
     count = mask.count_nonzero()
     report = torch.stack([total.detach(), count.to(total.dtype)])
-    return total, SPAN.counted_tokens(count.to(torch.int32)), {REPORT_KEY: report}
+    return total, versions.counted_tokens(count.to(torch.int32)), {REPORT_KEY: report}
 
 
 class GlobalLoss(NamedTuple):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
-from mindspeed_cp.megatron.patches.yarn import yarn_angles
+from mindspeed_cp.megatron.patches.versions import yarn_angles
 from mindspeed_cp.ops.fused import plain
 
 

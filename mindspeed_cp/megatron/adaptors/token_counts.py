@@ -1,7 +1,7 @@
 """Hold the number of tokens that a script's loss function returns against the gradients of the tokens' losses.
 
-Megatron divides gradients by that number. Up to 0.12 it is added up over data-parallel ranks alone, so that a loss
-function must return that of all context-parallel ranks; from 0.13 on it is added up over these, too. By the other rule
+Megatron divides gradients by that number. In 0.12 it is added up over data-parallel ranks alone, so that a loss
+function must return that of all context-parallel ranks; later ones add it up over these, too. By the other rule
 no loss curve looks wrong: 0.12 divides the gradients of each rank by another number, and copies of weights drift apart;
 later versions divide them by context_parallel_size in addition.
 
@@ -24,7 +24,7 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.megatron.patches.spans import SPAN
+from mindspeed_cp.megatron.patches import versions
 
 _REMEDY = (
     "return mindspeed_cp.megatron.loss_function(loss_mask, losses), in Megatron's scripts "
@@ -152,9 +152,9 @@ class _Losses:
         counts, counted_of, kinds = zip(*torch.stack(gathered).tolist(), strict=True)
         self._clear()
         unknown = LossKind.UNKNOWN in kinds
-        self.judged = SPAN.SUMS_COUNTS if unknown else any(kinds)
+        self.judged = versions.SUMS_OVER_RANKS if unknown else any(kinds)
         replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-        problem = problem_of_counts(counts, counted_of, kinds, SPAN.SUMS_COUNTS, replicas)
+        problem = problem_of_counts(counts, counted_of, kinds, versions.SUMS_OVER_RANKS, replicas)
         if problem is not None:
             raise ConfigError(problem)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import megatron.core
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -13,8 +12,7 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from torch import Tensor
 
 from mindspeed_cp.megatron.adaptors.loss import REPORT_KEY, loss_function
-from mindspeed_cp.megatron.patches.imports import parse_version
-from mindspeed_cp.megatron.patches.spans import SPAN
+from mindspeed_cp.megatron.patches import versions
 
 SPIKE_FACTOR = 10  # of the largest loss so far, as in Megatron's pretrain_gpt.py
 
@@ -45,17 +43,17 @@ def reported(
     total, count, reports = loss
     _check(total, args)
     report: Any = reports[REPORT_KEY]
-    if not SPAN.LOOP_SUMS_REPORTS or _averages_means(args, model is not None and model.training):
+    if not versions.SUMS_OVER_RANKS or _averages_means(args, model is not None and model.training):
         dist.all_reduce(report, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-    if not SPAN.LOOP_SUMS_REPORTS:
+    if not versions.SUMS_OVER_RANKS:
         report = (report[0], report[1])
     return total, count, {REPORT_KEY: report}
 
 
 def _averages_means(args: Any, training: bool) -> bool:
     """Return True where Megatron averages the means of ranks, of which one may have no counted token: all ranks must
-    then report the same. That is with --sft, in evaluation and, before 0.16, in training."""
-    return bool(getattr(args, "sft", False)) and (not training or parse_version(megatron.core.__version__) < (0, 16))
+    then report the same. That is with --sft in evaluation."""
+    return bool(getattr(args, "sft", False)) and not training
 
 
 def _check(total: Tensor, args: Any) -> None:

@@ -26,7 +26,7 @@ def wrap_model_provider(model_provider: Callable[..., ModelT]) -> Callable[..., 
     """Return a model provider whose models take their positions from plans; for ``pretrain`` up to 0.16.
 
     Megatron's arguments are checked before anything is built; the first rank prints a line of what will run. Without
-    ``--spec``, which Megatron 0.12 and 0.14 refuse for models with experts, ``args.spec`` becomes that of this package.
+    ``--spec``, which Megatron 0.12 refuses for models with experts, ``args.spec`` becomes that of this package.
     Between pipeline stages, ``args.variable_seq_lengths`` becomes True: micro-batches differ in rows. Models of
     Megatron 0.16's gpt_builders get planned layers of multi-token prediction, too; other providers pass
     ``mtp_block_spec(config, args, vp_stage)``.
