@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_cp.megatron.beside_mindspeed import MINDSPEED_RULES, REPLACEMENTS
-from mindspeed_cp.megatron.beside_mindspeed.replacements import LINES
+from mindspeed_cp.megatron.mindspeed_compat import LINES, MINDSPEED_RULES, replacements
 
 REPLACED_HEAD = "| attributes of Megatron | replaced for | lines | | why |\n|---|---|---|---|---|\n"
 REFUSED_HEAD = "| argument | valid | why, or instead |\n|---|---|---|\n"
@@ -12,7 +11,7 @@ REFUSED_HEAD = "| argument | valid | why, or instead |\n|---|---|---|\n"
 def replaced_rows() -> str:
     """Return the rows of the table of replaced attributes."""
     rows = ""
-    for row in REPLACEMENTS:
+    for row in replacements():
         names = ", ".join(f"`{name.removeprefix('megatron.')}`" for name in row.names)
         lines = "all" if row.lines == LINES else ", ".join(row.lines)
         rows += f"| {names} | {row.flag} | {lines} | {row.verdict} | {row.reason} |\n"

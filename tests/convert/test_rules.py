@@ -28,8 +28,8 @@ from mindspeed_cp.convert.rules.flag_rule import ANOTHER_MODEL
 from mindspeed_cp.convert.rules.parallel import PLAN_WORDS
 from mindspeed_cp.convert.rules.refused import CHANGES_MODEL
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.megatron.arguments import ENTRIES
 from mindspeed_cp.refusals import ARGUMENT_RULES, MODEL_RULES
+from tools.megatron_arguments import entries
 
 BASE = ["--context-parallel-size", "8"]
 ROPE = ["--position-embedding-type", "rope"]
@@ -369,5 +369,5 @@ def test_no_flag_stands_in_two_tables() -> None:
 
 def test_every_argument_of_megatron_is_known() -> None:
     known = {*ARITIES, *MODEL_FLAGS, *OTHER_FLAGS, *(added.words[0] for added in ADDED_FLAGS)}
-    names = {entry.name for entry in ENTRIES if not entry.name.startswith("_")}
+    names = {entry.name for entry in entries() if not entry.name.startswith("_")}
     assert {f"--{name.replace('_', '-')}" for name in names} - known == set()

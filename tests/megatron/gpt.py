@@ -37,11 +37,11 @@ from mindspeed_cp.megatron import (
     rows_multiple,
     shift_labels,
 )
-from mindspeed_cp.megatron.arguments import entry_of
 from mindspeed_cp.megatron.patches import versions
 from tests.gloo import share_event_loop
 from tests.limits import HANG
 from tests.megatron.packed import cut_batch, cut_of, plan_whole
+from tools.megatron_arguments import entry_of
 
 with megatron_imports():
     from megatron.core import __version__ as VERSION

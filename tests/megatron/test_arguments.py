@@ -1,9 +1,10 @@
-"""Every argument of Megatron that touches attention, positions, loss or batches is used, harmless or refused."""
+"""Arguments of Megatron that touch attention, positions, loss or batches: used, ignored or unsupported, and which are
+refused when a script starts."""
 
 from __future__ import annotations
 
 from argparse import Namespace
-from dataclasses import fields
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -13,88 +14,73 @@ from mindspeed_cp import ConfigError
 from mindspeed_cp.convert import convert_script
 from mindspeed_cp.convert.command_line import read_flags
 from mindspeed_cp.convert.rules import ARITIES
-from mindspeed_cp.megatron import megatron_imports
-from mindspeed_cp.megatron.arguments import ENTRIES, UNCONCERNED_GROUPS, VERSIONS, check_arguments, entry_of
-from mindspeed_cp.megatron.arguments.entry import read_span, write_span
-from mindspeed_cp.megatron.arguments.harmless_groups import HARMLESS_GROUPS
-from mindspeed_cp.megatron.arguments.harmless_model import HARMLESS_MODEL
-from mindspeed_cp.megatron.arguments.harmless_training import HARMLESS_TRAINING
-from mindspeed_cp.megatron.arguments.refusals import ALL_RULES
-from mindspeed_cp.megatron.arguments.refused import REFUSED_SPANS
-from mindspeed_cp.megatron.arguments.used import USED
+from mindspeed_cp.megatron.arguments import ALL_RULES, check_arguments
 from mindspeed_cp.megatron.patches.imports import parse_version
 from mindspeed_cp.refusals import ARGUMENT_RULES
-from tests.megatron.gpt import Suite
+from tests.megatron.gpt import VERSION, Suite
+from tools.megatron_arguments import (
+    FILE,
+    config_fields,
+    entries,
+    entry_of,
+    read_span,
+    table,
+    text_of,
+    updated,
+    write_span,
+)
 
-with megatron_imports():
-    import megatron.core
-    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-
-VERSION = parse_version(megatron.core.__version__)
-FIELDS = {field.name for kind in (TransformerConfig, MLATransformerConfig) for field in fields(kind)}
-
-
-def test_every_argument_is_in_the_table(megatron_parser: dict[str, tuple[str, list[str]]]) -> None:
-    concerned = {name: group for name, (group, _) in megatron_parser.items() if group not in UNCONCERNED_GROUPS}
-    assert len(concerned) > 300
-    assert {name: group for name, group in concerned.items() if entry_of(name) is None} == {}
-
-
-def test_every_field_of_the_transformer_config_is_in_the_table() -> None:
-    assert {name for name in FIELDS if entry_of(name) is None} == set()
+AT_HAND = ".".join(map(str, parse_version(VERSION)))
+FIELDS = config_fields()
 
 
-@pytest.mark.skipif(VERSION not in VERSIONS, reason=f"the table does not list Megatron {VERSION}")
-def test_the_versions_of_the_table_are_those_that_have_the_argument(
+@pytest.mark.skipif(AT_HAND not in table()["versions"], reason=f"the file does not list Megatron {AT_HAND}")
+def test_the_file_is_what_the_tool_writes_of_the_megatron_at_hand(
     megatron_parser: dict[str, tuple[str, list[str]]],
 ) -> None:
-    names = {*megatron_parser, *FIELDS}
-    for entry in ENTRIES:
-        assert (VERSION in entry.versions) == (entry.name in names), entry.name
+    assert len(megatron_parser) > 300
+    data = deepcopy(table())
+    updated(data, AT_HAND, megatron_parser, FIELDS)
+    assert data["unknown"] == "" and text_of(data) == FILE.read_text("utf-8")
 
 
-def test_an_argument_has_one_entry() -> None:
-    names = [entry.name for entry in ENTRIES]
-    assert sorted(names) == sorted(set(names))
+def test_every_field_of_the_transformer_config_is_in_the_file_with_its_versions() -> None:
+    assert {name for name in FIELDS if entry_of(name) is None} == set()
+    if AT_HAND in table()["versions"]:
+        assert {name for name in FIELDS if AT_HAND not in entry_of(name).versions} == set()  # type: ignore[union-attr]
 
 
-def test_an_entry_is_about_one_argument() -> None:
-    assert [entry.name for entry in ENTRIES if not entry.name.isidentifier()] == []
+def test_a_new_argument_is_listed_as_unknown() -> None:
+    data = deepcopy(table())
+    updated(data, "0.19", {"seq_length": ("", []), "new": ("", []), "log": ("logging", [])}, {"newer"})
+    assert data["unknown"] == "new newer"
+    row = next(row for row in data["used"] if "micro_batch_size" in row["arguments"])
+    assert "seq_length reset_position_ids:-0.16" in row["arguments"]
 
 
-def test_versions_are_given_for_what_is_refused_alone() -> None:
-    refused = {entry.name for entry in ENTRIES if entry.verdict == "refused"}
-    assert REFUSED_SPANS.keys() <= refused
+def test_an_argument_has_one_entry_and_one_verdict() -> None:
+    names = [entry.name for entry in entries()]
+    assert sorted(names) == sorted(set(names)) and all(name.isidentifier() for name in names)
+    rules = {rule.setting for rule in ALL_RULES}
+    assert {entry.name for entry in entries() if entry.verdict == "ignored"} & rules == set()
+    assert {entry.name for entry in entries() if entry.verdict == "used"} & rules == PARTLY_REFUSED
+    spans = {word.partition(":")[0] for word in table()["unsupported"].split()}
+    assert spans <= {entry.name for entry in entries() if entry.verdict == "unsupported"}
 
 
-#: The tables that are written by hand.
-TEXTS = {
-    "used": USED.values(),
-    "harmless": [*HARMLESS_MODEL.values(), *HARMLESS_TRAINING.values(), *HARMLESS_GROUPS.values()],
-}
-
-
-def names_of(text: str) -> list[str]:
-    return [word.partition(":")[0] for word in text.split()]
-
-
-#: Arguments that a table calls used or harmless, and of which some values are refused.
+#: Arguments that the file calls used, and of which some values are refused.
 PARTLY_REFUSED = {
     "mtp_num_layers", "mtp_use_repeated_layer", "mrope_section",
     "moe_router_enable_expert_bias", "no_rope_freq", "qk_layernorm", "rotary_interleaved", "transformer_impl",
 }  # fmt: skip
 
 
-def test_what_is_harmless_is_never_refused() -> None:
-    rules = {rule.setting for rule in ALL_RULES}
-    assert {name for text in TEXTS["harmless"] for name in names_of(text)} & rules == set()
-    assert {name for text in TEXTS["used"] for name in names_of(text)} & rules == PARTLY_REFUSED
-
-
-@pytest.mark.parametrize("span", ["", "0.14-", "-0.16", "0.14-0.16", "none"])
-def test_a_span_is_what_it_was_read_from(span: str) -> None:
-    assert write_span(read_span(span)) == ("" if span == "none" else span)
-    assert {"": 4, "0.14-": 3, "-0.16": 3, "0.14-0.16": 2, "none": 0}[span] == len(read_span(span))
+@pytest.mark.parametrize(
+    ("span", "count"), [("", 3), ("0.16-", 2), ("-0.16", 2), ("0.16-0.16", 1), ("none", 0), ("-0.12", 1)]
+)
+def test_a_span_is_what_it_was_read_from(span: str, count: int) -> None:
+    versions = table()["versions"]
+    assert len(read_span(span, versions)) == count and write_span(read_span(span, versions), versions) == span
 
 
 def arguments(**changes: Any) -> Namespace:

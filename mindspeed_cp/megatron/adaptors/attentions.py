@@ -9,7 +9,7 @@ from megatron.core.models.common.embeddings import _yarn_get_mscale
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mindspeed_cp import AttentionConfig, ConfigError
-from mindspeed_cp.megatron.beside_mindspeed.origin import replaced_by
+from mindspeed_cp.megatron.mindspeed_compat import replaced_by
 from mindspeed_cp.megatron.patches import versions
 from mindspeed_cp.plan import alibi_slopes
 

@@ -15,7 +15,7 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.adaptors.core_attention import PlannedAttention
 from mindspeed_cp.megatron.adaptors.latent_projections import latent_projections
 from mindspeed_cp.megatron.adaptors.rotary import UncutGroup
-from mindspeed_cp.megatron.beside_mindspeed.rotation import without_rotation
+from mindspeed_cp.megatron.mindspeed_compat import without_rotation
 from mindspeed_cp.megatron.patches import versions
 
 

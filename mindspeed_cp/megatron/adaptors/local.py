@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from mindspeed_cp.megatron.beside_mindspeed.origin import replaced_by
+from mindspeed_cp.megatron.mindspeed_compat import replaced_by
 from mindspeed_cp.megatron.patches import versions
 
 

@@ -24,8 +24,7 @@ from mindspeed_cp.megatron.adaptors.padding import give_padding_to_recomputed
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 from mindspeed_cp.megatron.adaptors.rotary import LatentRotary, PlannedRotary
 from mindspeed_cp.megatron.adaptors.token_counts import compare_token_counts
-from mindspeed_cp.megatron.beside_mindspeed.check import check_beside_mindspeed
-from mindspeed_cp.megatron.beside_mindspeed.rotation import rotation_operator
+from mindspeed_cp.megatron.mindspeed_compat import check_mindspeed, rotation_operator
 
 ModelT = TypeVar("ModelT", nn.Module, Sequence[nn.Module])
 
@@ -54,7 +53,7 @@ def install_model(model: ModelT) -> ModelT:
         ConfigError: the model has layers but no planned attention, some other attention, or rotary positions that a
         plan cannot give.
     """
-    check_beside_mindspeed()
+    check_mindspeed()
     chunks = [model] if isinstance(model, nn.Module) else list(model)
     if not sum([_install_chunk(chunk) for chunk in chunks]) and not all(_has_no_layers(chunk) for chunk in chunks):
         raise ConfigError(

@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
-from mindspeed_cp.megatron.beside_mindspeed.origin import replaced_by
+from mindspeed_cp.megatron.mindspeed_compat import replaced_by
 
 _RECOMPUTATION = "megatron.core.transformer.transformer_block.TransformerBlock._checkpointed_forward"
 
