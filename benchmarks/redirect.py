@@ -71,7 +71,7 @@ class CudaMode(TorchFunctionMode):
 
 def redirections() -> list[tuple[Any, str, Callable[..., Any], Callable[..., Any]]]:
     """Return (owner, name, replacement, function of torch) of what is replaced now."""
-    from mindspeed_cp.megatron.patches.cuda_devices import redirected_functions
+    from mindspeed_cp.megatron.patches.device_shim import redirected_functions
 
     names = [(owner, name) for owner, name, _ in redirected_functions(torch.device("cpu"))]
     present = [(owner, name, getattr(owner, name)) for owner, name in names]

@@ -23,7 +23,7 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.integrations.huggingface.batch import documents_of_batch
 from mindspeed_cp.integrations.huggingface.families import has_dropout
 from mindspeed_cp.integrations.huggingface.heads import check_head
-from mindspeed_cp.integrations.huggingface.labels import IGNORED
+from mindspeed_cp.integrations.huggingface.loss import IGNORED
 from mindspeed_cp.integrations.huggingface.plans import RankPlans, build_plans
 from mindspeed_cp.integrations.huggingface.registration import register
 from mindspeed_cp.integrations.huggingface.rows import batch_seed, gather_rows, slice_rows

@@ -1,7 +1,7 @@
 """What planned attention keeps, leaves unused and refuses of MindSpeed's patches of Megatron (docs/mindspeed.md).
 
 MindSpeed replaces attributes of Megatron when ``mindspeed.megatron_adaptor`` is imported, by the flags on the command
-line. mindspeed_replacements.yaml says of each attribute that concerns attention, positions, batches, losses or groups
+line. mindspeed.yaml says of each attribute that concerns attention, positions, batches, losses or groups
 what becomes of it, and :func:`check_mindspeed` looks at what is really replaced; :data:`MINDSPEED_RULES` refuses the
 flags whose patches would contradict a plan.
 """
@@ -23,6 +23,7 @@ from torch import Tensor
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.patches.imports import megatron_imports
 from mindspeed_cp.refusals import Rule
+from mindspeed_cp.refusals.rule import is_off
 
 #: Packages that patch Megatron in MindSpeed's way.
 PACKAGES = ("mindspeed", "mindspeed_llm", "mindspeed_mm")
@@ -81,7 +82,7 @@ LINES = ("0.12", "0.16", "0.18")
 
 @dataclass(frozen=True)
 class Replacement:
-    """Attributes of Megatron that MindSpeed replaces for one purpose: a row of mindspeed_replacements.yaml.
+    """Attributes of Megatron that MindSpeed replaces for one purpose: a row of mindspeed.yaml.
 
     Attributes:
         names: dotted names.
@@ -102,9 +103,15 @@ class Replacement:
 
 
 @cache
+def _read() -> dict[str, Any]:
+    """Return mindspeed.yaml."""
+    data: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("mindspeed.yaml").read_text("utf-8"))
+    return data
+
+
+@cache
 def replacements() -> tuple[Replacement, ...]:
-    """Return the rows of mindspeed_replacements.yaml."""
-    rows = yaml.safe_load(Path(__file__).with_name("mindspeed_replacements.yaml").read_text("utf-8"))
+    """Return the replaced attributes of mindspeed.yaml."""
     return tuple(
         Replacement(
             tuple(f"megatron.{name}" for name in row["names"]),
@@ -114,7 +121,7 @@ def replacements() -> tuple[Replacement, ...]:
             tuple(row.get("lines", LINES)),
             tuple(row.get("kept", ())),
         )
-        for row in rows
+        for row in _read()["replaced"]
     )
 
 
@@ -185,10 +192,6 @@ def _unrotated(t: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     return t
 
 
-def _off(value: Any) -> bool:
-    return not value
-
-
 def _never(value: Any) -> bool:
     return False
 
@@ -218,61 +221,24 @@ def _layers_lack_padding(config: Any) -> bool:
     return handed and "padding_mask" not in own and not any(x.kind is x.VAR_KEYWORD for x in own.values())
 
 
-_LLM = "MindSpeed-LLM's own attention reads it, and planned attention takes its place"
-_LLM_ROTATION = "MindSpeed-LLM's own rotation reads it, and Megatron's does not"
-_SUITE = "MindSpeed's attention must be off; give"
-_ADAPTIVE = "adaptive context parallelism is MindSpeed's; context_parallel_suite.algorithm: direct sends what is seen"
-_MOE = "its losses take every rank to hold as many tokens"
-_SCHEDULE = "its schedule has not been tried with rows that differ between micro-batches"
-_HEADS = "it gives ranks other heads than plans are built for"
+def _from_file(row: dict[str, Any]) -> Rule:
+    values = row.get("values")
+    works = is_off if values is None else values.__contains__
+    return Rule(row["argument"], works, row["valid"], row["instead"])
 
+
+#: Values of MindSpeed's arguments that planned attention refuses: those of mindspeed.yaml, and those that depend on
+#: more than the value. MindSpeed puts its arguments among Megatron's, and all of them into every TransformerConfig; an
+#: argument that is not there is not looked at.
 MINDSPEED_RULES = (
     Rule(
         "reset_attention_mask",
-        _off,
+        is_off,
         "False, with --reset-position-ids --cp-plan-documents for documents",
         "MindSpeed replaces Megatron's attention for it",
         when=lambda config: is_active(),
     ),
-    Rule(
-        "context_parallel_algo",
-        lambda v: v in (None, "megatron_cp_algo"),
-        "the default, 'megatron_cp_algo'",
-        f"{_SUITE} context_parallel_suite.algorithm, which takes the same names",
-    ),
-    Rule("ulysses_degree_in_cp", _off, "None", f"{_SUITE} context_parallel_suite.ulysses_degree"),
-    Rule(
-        "cp_window_size",
-        lambda v: v in (None, 1),
-        "1",
-        f"{_SUITE} context_parallel_suite.algorithm: double_ring with cp_window_size",
-    ),
-    Rule(
-        "attention_mask_type",
-        lambda v: v in (None, "causal"),
-        "'causal'",
-        "the plan's documents say what is visible, and no dense mask is read",
-    ),
-    Rule("use_cp_send_recv_overlap", _off, "False", "transfers of a plan always run beside computation"),
-    Rule(
-        "use_fused_ring_attention_update",
-        _off,
-        "False",
-        f"{_SUITE} context_parallel_suite.npu_merge: ring_update",
-    ),
-    Rule("megatron_cp_in_bnsd", _off, "False", "the order of dimensions inside attention is the backend's"),
-    Rule(
-        "context_parallel_kv_cache_policy",
-        _off,
-        "None",
-        "keys and values are sent again in the backward, behind its computation",
-    ),
-    Rule("use_ulysses_allgather_kv", _off, "False", "a rank gets just the key/value heads that its query heads read"),
-    Rule("attention_mask_on_cpu", _off, "False", "no mask of the whole context is built"),
-    Rule("adaptive_cp_manually_set_mask_list", _off, "False", _ADAPTIVE),
-    Rule("adaptive_cp_dynamic_attn_mask", _off, "False", _ADAPTIVE),
-    Rule("adaptive_cp_only_reschedule", _off, "False", _ADAPTIVE),
-    Rule("adaptive_cp_without_coarse", _off, "False", _ADAPTIVE),
+    *(_from_file(row) for row in _read()["unsupported"]),
     Rule(
         "fix_sub_seq_length",
         lambda v: v is None or int(v) <= 0,
@@ -280,64 +246,25 @@ MINDSPEED_RULES = (
         "documents are not cut into parts of one length; cut them in the data",
     ),
     Rule("pre_tockens", _never, "at least seq_length", "give window_size, from which plans are made", when=_hides_keys),
-    Rule("next_tockens", _off, "0", "the mask of a GPT is causal"),
-    Rule("sparse_mode", lambda v: v in (None, 0, 2, 3), "0, 2, 3", "the others are no causal masks; give window_size"),
     Rule(
         "position_embedding_type",
         lambda v: v != "alibi",
         "'none', with install(spec, suite, alibi=True)",
         "core attention of MindSpeed, which is not called, would add the biases",
     ),
-    Rule("alibi_fusion_attn_type", lambda v: v is None, "None", "install(spec, suite, alibi=True) makes the biases"),
     Rule(
-        "rope_scaling_type",
-        _off,
-        "None",
-        "its frequencies are not those of Megatron's RotaryEmbedding; use rope_scaling or YaRN of Megatron",
+        "query_pre_attn_scalar",
+        _never,
+        "that of kv_channels",
+        "MindSpeed-LLM's own attention reads it, and planned attention takes its place",
+        when=_scales_otherwise,
     ),
-    Rule("attn_logit_softcapping", _off, "None", f"{_LLM}; qk_layernorm bounds scores"),
-    Rule("query_pre_attn_scalar", _never, "that of kv_channels", _LLM, when=_scales_otherwise),
-    Rule("interleave_sliding_window", _off, "None", f"{_LLM}; give window_size and window_attn_skip_freq"),
-    Rule("sliding_window_size", _off, "None", f"{_LLM}; give window_size"),
-    Rule("enable_mla_absorb", _off, "False", "attention takes keys and values of each head, not latents"),
-    Rule("partial_rotary_factor", _off, "None", f"{_LLM_ROTATION}; give rotary_percent"),
-    Rule("use_glm_rope", _off, "False", f"{_LLM_ROTATION}; see rotary_percent and rotary_interleaved"),
-    Rule("tp_2d", _off, "False", "its ranks of context parallelism are not Megatron's; use 1-D tensor parallelism"),
-    Rule("unaligned_linear", _off, "False", _HEADS),
-    Rule("use_multiparameter_pipeline_model_parallel", _off, "False", "stages exchange rows of any number"),
-    Rule("schedules_method", _off, "None", _SCHEDULE),
-    Rule("optimize_send_recv_comm", _off, "False", _SCHEDULE),
-    Rule("recompute_in_bubble", _off, "False", _SCHEDULE),
-    Rule("recompute_in_advance", _off, "False", _SCHEDULE),
     Rule(
         "recompute_norm",
-        _off,
+        is_off,
         "False",
         "MindSpeed's forward of a layer for it takes no padding_mask, which this Megatron-core hands over; use "
         "--recompute-granularity selective --recompute-modules layernorm",
         when=_layers_lack_padding,
-    ),
-    Rule("moe_fb_overlap", _off, "False", "its schedule of half layers carries no plan"),
-    Rule("moe_tp_extend_ep", _off, "False", _MOE),
-    Rule("moe_alltoall_overlap_comm", _off, "False", _MOE),
-    Rule("moe_allgather_overlap_comm", _off, "False", _MOE),
-    Rule("moe_alltoall_mc2", _off, "False", _MOE),
-    Rule("balanced_moe_experts", _off, "False", _MOE),
-    Rule("enable_expert_placement", _off, "False", _MOE),
-    Rule("fix_router", _off, "False", "tokens would go to experts by their row, which differs between ranks"),
-    Rule(
-        "layerzero",
-        _off,
-        "False",
-        "its gradients have not been compared with one rank's; use --use-distributed-optimizer",
-    ),
-    Rule("dist_train", _off, "False", "its groups of ranks are not Megatron's"),
-    Rule("auto_settings", _off, "False", "it runs launches of its own; `mindspeed-cp simulate` compares algorithms"),
-    Rule("async_log_allreduce", _off, "False", "its log takes losses that are already averaged"),
-    Rule(
-        "use_batch_invariant_ops",
-        _off,
-        "False",
-        "which tiles a token is in depends on the other documents of its row",
     ),
 )

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology, build_plan
-from mindspeed_cp.integrations.huggingface.labels import shifted_labels
+from mindspeed_cp.integrations.huggingface.loss import shifted_labels
 from mindspeed_cp.megatron import PlannedBatchParams, planned_batch, planned_params, shift_labels
 
 ATTENTION = AttentionConfig(heads=4, kv_heads=2, head_dim=8)

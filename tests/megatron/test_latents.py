@@ -12,7 +12,7 @@ import torch
 
 from mindspeed_cp import ConfigError
 from mindspeed_cp.megatron import attention_config, install, install_model, local_spec, megatron_imports
-from mindspeed_cp.megatron.adaptors.latent_projections import latent_projections
+from mindspeed_cp.megatron.adaptors.latent import latent_projections
 from tests.megatron.gpt import Case, Suite, available, named, on_ranks, one_rank, planned, transformer_config
 from tests.megatron.models import FULL, LATENT, LATENT_YARN, SELECTIVE
 from tests.megatron.oracle import plain

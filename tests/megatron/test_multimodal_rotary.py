@@ -19,7 +19,7 @@ from mindspeed_cp.megatron import (
     planned_batch_from,
     planned_params,
 )
-from mindspeed_cp.megatron.adaptors.multimodal_rotary import MultimodalRotary
+from mindspeed_cp.megatron.adaptors.rotary import MultimodalRotary
 from mindspeed_cp.megatron.patches.multi_token import PACKED
 from tests.megatron.gpt import (
     Case,

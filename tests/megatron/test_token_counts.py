@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from mindspeed_cp import ConfigError
 from mindspeed_cp.megatron import loss_function, megatron_imports
-from mindspeed_cp.megatron.adaptors.token_counts import LossKind, compare_token_counts, problem_of_counts
+from mindspeed_cp.megatron.adaptors.loss import LossKind, compare_token_counts, problem_of_counts
 from mindspeed_cp.megatron.patches import versions
 from tests.megatron.gpt import Case, megatron, planned
 from tests.megatron.ranks import MegatronRanks

@@ -206,5 +206,7 @@ def test_what_planning_needs_is_asked_for() -> None:
         planned_batch_from(whole, transformer_config(cp=2), Suite(context_parallel_size=2))
     with pytest.raises(ConfigError, match="rank is 2, but the plan has ranks 0 to 1"):
         planned_batch_from(whole, transformer_config(cp=2), Suite(context_parallel_size=2), 2)
-    with pytest.raises(ConfigError, match="candidates names algorithms, but planned_batch_from plans all batches with"):
+    with pytest.raises(
+        ConfigError, match="candidates names algorithms, but batches of planned_batch_from all take one"
+    ):
         planned_batch_from(whole, transformer_config(), Suite(candidates=["direct"]))

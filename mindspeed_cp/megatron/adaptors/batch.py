@@ -11,7 +11,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mindspeed_cp import ConfigError, Documents, Plan
-from mindspeed_cp.megatron.adaptors.multimodal_positions import mrope_rows
+from mindspeed_cp.megatron.adaptors.documents import mrope_rows
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams, RotaryTripwire
 
 FORMATS = ("thd", "sbhd")

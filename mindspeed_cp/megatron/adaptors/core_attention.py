@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -16,15 +17,48 @@ from torch import Tensor
 from mindspeed_cp import AttentionConfig, ConfigError, Plan, context_parallel_attention
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.engine.call_agreement import CallAgreement
-from mindspeed_cp.megatron.adaptors.attentions import attention_config
-from mindspeed_cp.megatron.adaptors.equal_rows import params_of_equal_rows
-from mindspeed_cp.megatron.adaptors.model_sizes import with_model_sizes
+from mindspeed_cp.megatron.adaptors.attentions import attention_config, with_model_sizes
 from mindspeed_cp.megatron.adaptors.packed import PackedPlanner
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 from mindspeed_cp.megatron.adaptors.rotary import PlannedRotary, UncutGroup
-from mindspeed_cp.megatron.adaptors.settings import check_deterministic, check_model_config
-from mindspeed_cp.megatron.adaptors.sinks import learnable_sinks, sharded_sinks
+from mindspeed_cp.megatron.adaptors.settings import check_deterministic, check_model_config, check_one_algorithm
+from mindspeed_cp.megatron.adaptors.without_plan import params_of_equal_rows
 from mindspeed_cp.ops.attention import backend_from_settings
+
+
+def learnable_sinks(
+    config: TransformerConfig, first_head: int, heads: int, softmax_type: str
+) -> torch.nn.Parameter | None:
+    """Return the parameter of a layer with softmax_type "learnable", drawn as Megatron draws it; None for others.
+
+    Args:
+        config: the model's settings.
+        first_head, heads: query heads of this tensor-parallel rank.
+        softmax_type: "vanilla", "off-by-one" or "learnable".
+    """
+    if softmax_type != "learnable":
+        return None
+    whole = torch.zeros(config.num_attention_heads)
+    if config.perform_initialization:
+        config.init_method(whole)  # of all heads, so that they do not depend on the number of ranks
+    device = None if config.use_cpu_initialization or not torch.cuda.is_available() else torch.cuda.current_device()
+    own = whole[first_head : first_head + heads].to(device=device, dtype=config.params_dtype, copy=True)
+    sinks = torch.nn.Parameter(own)
+    # Heads are split over tensor parallelism: norms of gradients count all ranks' sinks.
+    set_tensor_model_parallel_attributes(sinks, True, 0, 1)
+    return sinks
+
+
+def sharded_sinks(module: MegatronModule, prefix: str, sharded_offsets: Any, metadata: Any) -> Any:
+    """Return the sharded state of a layer's sinks, split over tensor parallelism, as Megatron's DotProductAttention."""
+    from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+    state = {"softmax_offset": module.softmax_offset}
+    groups = {"tp_group": module.tp_group}
+    if metadata is not None and "dp_cp_group" in metadata:
+        groups["dp_cp_group"] = metadata["dp_cp_group"]
+    return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets, **groups)
+
 
 _MASKS = {
     AttnMaskType.causal: "causal",
@@ -251,11 +285,7 @@ class PlannedAttention(MegatronModule):
         Raises:
             ConfigError: rows do not say how the sequences were cut, or an algorithm has other tokens on this rank.
         """
-        if self.suite.candidates:
-            raise ConfigError(
-                "context_parallel_suite.candidates names algorithms, but rows of Megatron's own data loader all "
-                "take one; leave it out, or plan each row and pass planned_params(plan, rank)"
-            )
+        check_one_algorithm(self.suite, "rows of Megatron's own data loader", "pass planned_params(plan, rank)")
         ranks, rank, options = self.cp_group.size(), self.cp_group.rank(), tuple(self.suite.options.items())
         return params_of_equal_rows(rows, batch_size, ranks, rank, self.attention, self.suite.algorithm, options)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology
 from mindspeed_cp.config import SuiteSettings
-from mindspeed_cp.megatron.adaptors.attentions import layer_attentions
+from mindspeed_cp.megatron.adaptors.attentions import layer_attentions, with_model_sizes
 from mindspeed_cp.megatron.adaptors.batch import (
     digest_of_batch,
     mrope_of_rank,
@@ -21,12 +21,10 @@ from mindspeed_cp.megatron.adaptors.batch import (
     positions_of_rank,
     rows_of_rank,
 )
-from mindspeed_cp.megatron.adaptors.batch_documents import CU_SEQLENS_KEYS, documents_of_batch, token_shape
-from mindspeed_cp.megatron.adaptors.model_sizes import with_model_sizes
-from mindspeed_cp.megatron.adaptors.multimodal_positions import mrope_rows
+from mindspeed_cp.megatron.adaptors.documents import CU_SEQLENS_KEYS, documents_of_batch, mrope_rows, token_shape
 from mindspeed_cp.megatron.adaptors.packed import plan_cache
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
-from mindspeed_cp.megatron.adaptors.settings import rows_multiple
+from mindspeed_cp.megatron.adaptors.settings import check_one_algorithm, rows_multiple
 from mindspeed_cp.plan import Plan
 
 #: Keys that describe the batch and are left out of the result, whose parameters say the same.
@@ -158,11 +156,7 @@ def _refuse(batch: Mapping[str, Any], suite: SuiteSettings) -> None:
                 f"the batch has a {name}; valid: None, since a plan already gives each document the ranks it needs; "
                 "switch hybrid or dynamic context parallelism off"
             )
-    if suite.candidates:
-        raise ConfigError(
-            "context_parallel_suite.candidates names algorithms, but planned_batch_from plans all batches with one; "
-            "leave it out, or plan each row and use planned_batch"
-        )
+    check_one_algorithm(suite, "batches of planned_batch_from", "use planned_batch")
 
 
 def _check_mrope(position_ids: Any, config: TransformerConfig) -> bool:
