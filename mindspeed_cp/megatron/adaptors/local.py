@@ -109,7 +109,7 @@ class DrawnExperts(SequentialMLP):
         submodules: MLPSubmodules,
         **groups: Any,
     ) -> None:
-        given = groups.get(versions.GROUPS)
+        given = groups.get(versions.GROUPS) if versions.GROUPS is not None else None
         ep = given.ep if given is not None else parallel_state.get_expert_model_parallel_group()
         rank, ranks = ep.rank(), ep.size()
         own = copy.copy(config)
