@@ -16,7 +16,8 @@ from mindspeed_cp.convert.command_line import read_flags
 from mindspeed_cp.convert.rules import ARITIES
 from mindspeed_cp.megatron.arguments import ALL_RULES, check_arguments
 from mindspeed_cp.megatron.patches.imports import parse_version
-from mindspeed_cp.refusals import ARGUMENT_RULES
+from mindspeed_cp.refusals import ARGUMENT_RULES, Rule
+from mindspeed_cp.refusals.rule import is_off
 from tests.megatron.gpt import VERSION, Suite
 from tools.megatron_arguments import (
     FILE,
@@ -102,7 +103,7 @@ def test_arguments_of_a_planned_run_are_valid() -> None:
     check_arguments(arguments(cp_comm_type=["a2a"]), Suite(context_parallel_size=2, algorithm="ulysses"))
 
 
-#: Bad values of the arguments that TransformerConfig does not have, and words of the message.
+#: Values of arguments that depend on others, or that another value than True contradicts, and words of the message.
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (dict(reset_position_ids=False), "reset_attention_mask is True.*attention would cross them.*or neither"),
     (dict(reset_attention_mask=False), "reset_attention_mask is False.*stays inside the documents"),
@@ -115,26 +116,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (dict(position_embedding_type="mrope"), "'rope', 'yarn', 'learned_absolute', 'none'"),
     (dict(mock_data=False, null_tokenizer_eod_id=None), "tokenizer_type is 'NullTokenizer'.*--null-tokenizer-eod-id"),
     (dict(transformer_impl="inference_optimized"), "'transformer_engine', 'local'"),
-    (dict(use_legacy_models=True), "packed_seq_params"),
-    (dict(mla_down_proj_fusion=True), "FusedMLASelfAttention"),
-    (dict(heterogeneous_layers_config_path="x"), "layers of one kind"),
-    (dict(heterogeneous_layers_config_encoded_json="{}"), "layers of one kind"),
-    (dict(hybrid_attention_ratio=0.5), "state-space"),
-    (dict(hybrid_mlp_ratio=0.5), "state-space"),
-    (dict(hybrid_override_pattern="M*"), "state-space"),
-    (dict(hybrid_layer_pattern="M*"), "state-space"),
-    (dict(encoder_pipeline_model_parallel_size=1), "decoders"),
-    (dict(encoder_tensor_model_parallel_size=1), "decoders"),
-    (dict(pipeline_model_parallel_split_rank=1), "decoders"),
-    (dict(use_custom_fsdp=True), "--use-distributed-optimizer"),
-    (dict(use_megatron_fsdp=True), "--use-distributed-optimizer"),
-    (dict(use_torch_fsdp2=True), "--use-distributed-optimizer"),
-    (dict(perform_rl_step=True), "carry no plan"),
-    (dict(logits_load_dir="x"), "language model's alone"),
-    (dict(logits_save_dir="x"), "rows of a plan"),
-    (dict(hierarchical_context_parallel_sizes=[2, 1]), "give it in context_parallel_suite"),
-    (dict(max_seqlen_per_dp_cp_rank=4096), "give it in context_parallel_suite"),
 ]
+#: Rules of arguments that must be off, whatever else is set.
+SIMPLE = [rule for rule in ARGUMENT_RULES if rule.works is is_off and rule.setting not in str(REFUSED)]
 
 
 @pytest.mark.parametrize(("changes", "words"), REFUSED, ids=["+".join(changes) for changes, _ in REFUSED])
@@ -143,10 +127,15 @@ def test_an_argument_that_planned_batches_contradict_is_refused(changes: dict[st
         check_arguments(arguments(**changes))
 
 
+@pytest.mark.parametrize("rule", SIMPLE, ids=lambda rule: rule.setting)
+def test_an_argument_that_must_be_off_is_refused(rule: Rule) -> None:
+    with pytest.raises(ConfigError, match=f"^{rule.setting} is True; valid with planned attention: {rule.valid} "):
+        check_arguments(arguments(**{rule.setting: True}))
+
+
 def test_every_rule_of_arguments_is_tested() -> None:
-    tested = {str(name) for changes, _ in REFUSED for name in changes}
-    tested |= {"tokenizer_type"}
-    assert {rule.setting for rule in ARGUMENT_RULES} <= tested
+    tested = {str(name) for changes, _ in REFUSED for name in changes} | {rule.setting for rule in SIMPLE}
+    assert {rule.setting for rule in ARGUMENT_RULES} <= tested | {"tokenizer_type"} and len(SIMPLE) > 15
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ def test_parameters_describe_the_whole_batch_as_megatron_does() -> None:
         (dict(qkv_format="sbhd"), "would cut a document"),
     ],
 )
-def test_what_does_not_fit_the_plan_is_refused(arguments: dict[str, Any], message: str) -> None:
+def test_ranks_formats_and_sizes_beside_the_plan_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         planned_params(plan_of(LENGTHS, 2), **{"rank": 0, **arguments})
 

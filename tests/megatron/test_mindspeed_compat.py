@@ -38,8 +38,9 @@ from tests.megatron.gpt import (
 from tests.megatron.mindspeed_double import FOLDER, beside_mindspeed
 from tests.megatron.models import EXPERTS, FULL, LATENT
 from tests.megatron.ranks import MegatronRanks
+from tests.megatron.runs import assert_equal
 from tests.megatron.test_arguments import arguments
-from tests.megatron.test_gpt import MORE, RAGGED, assert_equal
+from tests.megatron.test_gpt import MORE, RAGGED
 
 with megatron_imports():
     from megatron.core.transformer.attention import Attention

@@ -156,7 +156,7 @@ def test_a_wrapped_provider_installs_the_model(
     assert case.layer.bytes_per_element == 4 and case.attention.kv_heads == config.num_query_groups
 
 
-def test_what_will_run_is_told_layer_by_layer(run: Callable[..., Namespace], alone: None) -> None:
+def test_the_banner_names_the_attention_of_each_layer(run: Callable[..., Namespace], alone: None) -> None:
     args = run(reset_position_ids=False, reset_attention_mask=False)
     config = transformer_config(num_layers=4, window_size=(3, 0), window_attn_skip_freq=[0, 1, 1, 0])
     config.attention_dropout = 0.25

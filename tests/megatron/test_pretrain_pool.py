@@ -89,7 +89,7 @@ def test_the_ranks_of_all_replicas_hold_all_rows_once(ranks: MegatronRanks, plan
         (dict(mtp_num_layers=1), "mtp_num_layers is 1; valid with it: None"),
     ],
 )
-def test_what_the_pool_does_not_compute_is_refused(
+def test_the_pool_refuses_other_algorithms_and_losses_of_micro_batches(
     run: Callable[..., Namespace], changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):

@@ -58,7 +58,7 @@ NONE, SUM, MEAN, OTHER, UNKNOWN = LossKind
         ([5], [5], [SUM], False, None),
     ],
 )  # fmt: skip
-def test_which_counts_are_wrong(
+def test_a_count_that_contradicts_the_gradients_is_refused(
     counts: list[int], counted: list[int], kinds: list[int], megatron_sums: bool, expected: str | None
 ) -> None:
     problem = problem_of_counts(counts, counted, kinds, megatron_sums, len(counts))
