@@ -163,7 +163,7 @@ def destroy_groups() -> None:
     """End Megatron's groups, and forget the last model's losses of experts, which Megatron keeps by layer; 0.12 forgets to
     forget who was in the groups of the embeddings."""
     parallel_state.destroy_model_parallel()
-    for module in (moe_utils, parallel_state):  # before 0.16 the latter has them
+    for module in (moe_utils, parallel_state):  # in 0.12 the latter has them
         getattr(module, "get_moe_layer_wise_logging_tracker", dict)().clear()
     for name in ("_EMBEDDING_GLOBAL_RANKS", "_POSITION_EMBEDDING_GLOBAL_RANKS"):
         if hasattr(parallel_state, name):

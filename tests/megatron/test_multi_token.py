@@ -22,7 +22,6 @@ from mindspeed_cp.megatron import (
 )
 from mindspeed_cp.megatron.adaptors import model as model_module
 from mindspeed_cp.megatron.adaptors.multi_token import PlannedRolls
-from mindspeed_cp.megatron.patches.multi_token import PACKED
 from tests.layout.test_roll import dense_roll
 from tests.megatron.gpt import (
     Case,
@@ -35,7 +34,7 @@ from tests.megatron.gpt import (
     planned,
     transformer_config,
 )
-from tests.megatron.models import EXPERTS, FULL, HAS_PLANNED_ROUTER, LATENT, SELECTIVE
+from tests.megatron.models import EXPERTS, FULL, HAS_PLANNED_ROUTER, LATENT, NEEDS_PACKED, SELECTIVE
 from tests.megatron.oracle import plain
 from tests.megatron.packed import plain_params
 from tests.megatron.ranks import MegatronRanks
@@ -46,7 +45,6 @@ with megatron_imports():
     from megatron.core.models.gpt import gpt_model
     from megatron.core.transformer import multi_token_prediction
 
-NEEDS_PACKED = pytest.mark.skipif(not PACKED, reason="before 0.16 Megatron-core refuses packed_seq_params there")
 HAS_LOSS_FUNCTION = hasattr(multi_token_prediction, "process_mtp_loss")
 TAKES_TOKENS = HAS_LOSS_FUNCTION and "input_ids" in signature(multi_token_prediction.process_mtp_loss).parameters
 

@@ -19,10 +19,10 @@ from mindspeed_cp import ConfigError
 from mindspeed_cp.cli.case import SimulateRequest, read_case
 from mindspeed_cp.megatron import PlannedAttention, megatron_imports, pretrain
 from mindspeed_cp.megatron.adaptors.local import stage_arguments
-from mindspeed_cp.megatron.patches.multi_token import PACKED
 from mindspeed_cp.megatron.pretrain import layers, step
 from mindspeed_cp.megatron.pretrain.layers import banner
 from tests.megatron.gpt import VOCABULARY, Suite, build, transformer_config
+from tests.megatron.models import NEEDS_PACKED
 from tests.megatron.script_arguments import LENGTHS, TABLE, Stopwatch, rows
 
 with megatron_imports():
@@ -175,7 +175,7 @@ def test_the_banner_names_the_attention_of_each_layer(run: Callable[..., Namespa
         assert banner([model], flagged, suite).endswith(f"documents: by cu_seqlens (--{name.replace('_', '-')})")
 
 
-@pytest.mark.skipif(not PACKED, reason="before 0.16 Megatron-core refuses packed_seq_params there")
+@NEEDS_PACKED
 def test_megatrons_builder_gets_planned_layers_of_later_tokens(
     run: Callable[..., Namespace], alone: None, monkeypatch: Any
 ) -> None:

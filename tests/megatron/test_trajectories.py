@@ -43,7 +43,7 @@ from tests.megatron.gpt import (
     planned,
     transformer_config,
 )
-from tests.megatron.models import EXPERTS, FULL, LATENT, SIX_HEADS
+from tests.megatron.models import EXPERTS, FULL, LATENT, NEEDS_PACKED, SIX_HEADS
 from tests.megatron.ranks import MegatronRanks
 from tests.megatron.runs import LAYOUTS, Runs, assert_equal, equal_to_one_rank
 from tests.megatron.test_gpt import DROPOUT, ROPE
@@ -235,7 +235,7 @@ def test_a_tree_in_two_rows_of_a_micro_batch_is_refused() -> None:
 @pytest.mark.parametrize(
     ("config", "model", "words"),
     [
-        (dict(mtp_num_layers=1), {}, "set mtp_num_layers to None"),
+        pytest.param(dict(mtp_num_layers=1), {}, "set mtp_num_layers to None", marks=NEEDS_PACKED),
         (dict(mrope_section=[1, 1, 2]), dict(position_embedding_type="mrope"), "'mrope'"),
     ],
     ids=["multi-token prediction", "mrope"],

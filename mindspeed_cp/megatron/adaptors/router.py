@@ -98,7 +98,7 @@ def give_padding_to_recomputed(chunk: nn.Module) -> None:
     """Call :func:`give_padding` for the layers of a model that MindSpeed recomputes.
 
     Its function for ``--recompute-method block`` and ``--swap-attention`` takes a padding_mask for Megatron 0.16, and
-    calls layers without. Before 0.16 there is none.
+    calls layers without. In 0.12 there is none.
     """
     if not replaced_by(_RECOMPUTATION):
         return

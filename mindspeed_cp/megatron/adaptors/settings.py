@@ -20,7 +20,7 @@ from mindspeed_cp.refusals.rule import is_off
 
 
 def _divides_losses(config: TransformerConfig) -> bool:
-    """True if tokens are split and Megatron (before 0.16) has no place for PlannedRouter in the spec."""
+    """True if tokens are split and Megatron (0.12) has no place for PlannedRouter in the spec."""
     return is_split(config) and "router" not in MoESubmodules.__dataclass_fields__
 
 
@@ -38,7 +38,7 @@ RULES = (
         "mtp_num_layers",
         is_off,
         "None",
-        "before 0.16 Megatron-core shifts tokens across the documents of a row; use megatron-core 0.16.1 or later",
+        "Megatron-core 0.12 shifts tokens across the documents of a row; use megatron-core 0.16.1 or later",
         when=lambda config: not PACKED,
     ),
     Rule(

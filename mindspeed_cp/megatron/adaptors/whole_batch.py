@@ -14,14 +14,8 @@ from torch import Tensor
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.megatron.adaptors.attentions import layer_attentions, with_model_sizes
-from mindspeed_cp.megatron.adaptors.batch import (
-    digest_of_batch,
-    mrope_of_rank,
-    planned_params,
-    positions_of_rank,
-    rows_of_rank,
-)
-from mindspeed_cp.megatron.adaptors.documents import CU_SEQLENS_KEYS, documents_of_batch, mrope_rows, token_shape
+from mindspeed_cp.megatron.adaptors.batch import cut_batch, planned_params
+from mindspeed_cp.megatron.adaptors.documents import CU_SEQLENS_KEYS, documents_of_batch, token_shape
 from mindspeed_cp.megatron.adaptors.packed import plan_cache
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 from mindspeed_cp.megatron.adaptors.settings import check_one_algorithm, rows_multiple
@@ -104,24 +98,14 @@ def planned_batch_from(
         dropout_seed=dropout_seed,
         pooled=pool is not None,
     )
-    rows: dict[str, Any] = {}
-    wholes: dict[str, Tensor] = {}
-    device = torch.device("cpu")
-    for name, value in batch.items():
-        if name in pass_through or value is None:
-            rows[name] = value
-        elif name not in (*DESCRIPTIONS, "position_ids"):
-            wholes[name] = _over_tokens(name, value, shape)
-            rows[name] = rows_of_rank(wholes[name], params)
-            device = rows[name].device
-    positions = batch.get("position_ids")
-    if is_mrope:
-        wholes["position_ids"] = mrope_rows(positions, documents.tokens)
-        rows["position_ids"] = mrope_of_rank(wholes["position_ids"], params).to(device)
-    else:
-        rows["position_ids"] = positions_of_rank(params, device)
-    params.batch_digest = digest_of_batch(wholes) if batch_digest is None else batch_digest
-    return rows, params
+    passed = {name: value for name, value in batch.items() if name in pass_through or value is None}
+    wholes = {
+        name: _over_tokens(name, value, shape)
+        for name, value in batch.items()
+        if name not in (*passed, *DESCRIPTIONS, "position_ids")
+    }
+    rows = cut_batch(wholes, batch["position_ids"] if is_mrope else None, params, batch_digest)
+    return {**passed, **rows}, params
 
 
 def micro_batch_plans(
