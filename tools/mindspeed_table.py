@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from mindspeed_cp.megatron.beside_mindspeed import MINDSPEED_RULES, REPLACEMENTS
+from mindspeed_cp.megatron.mindspeed_compat import MINDSPEED_RULES, replacements
 
 REPLACED_HEAD = "| attributes of Megatron | | why, or with which flags |\n|---|---|---|\n"
 REFUSED_HEAD = "| argument | valid | why, or instead |\n|---|---|---|\n"
@@ -13,7 +13,7 @@ REFUSED_HEAD = "| argument | valid | why, or instead |\n|---|---|---|\n"
 def replaced_rows() -> str:
     """Return the rows of the table of replaced attributes: one for each verdict and reason, or set of refused flags."""
     groups: dict[tuple[str, str], list[str]] = {}
-    for row in REPLACEMENTS:
+    for row in replacements():
         works = row.verdict in ("kept", "unused")
         why = row.reason if works else re.sub(r" \(pass [^)]*\)", "", row.flag)
         names = groups.setdefault((row.verdict if works else "error", why), [])

@@ -31,6 +31,7 @@ class Limit:
         why: what older ones lack.
         needed_for: what runs only with it.
         suites: tests that a row of tested versions must have passed for this package to count.
+        gap: first version after `first` that is not supported, and the next one that is; None: there are none.
     """
 
     package: str
@@ -39,6 +40,7 @@ class Limit:
     why: str
     needed_for: str
     suites: tuple[str, ...]
+    gap: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
 
 _UNTESTED = "no older one was tested"
@@ -47,7 +49,15 @@ LIMITS = (
     Limit("python", "", (3, 10), "the syntax of type annotations", "everything", ("decisions",)),
     Limit("numpy", "numpy", (1, 26), _UNTESTED, "everything", ("decisions",)),
     Limit("torch", "torch", (2, 7), _UNTESTED, "attention, training, doctor", ("engine", "ops")),
-    Limit("megatron-core", "megatron.core", (0, 12), _UNTESTED, "mindspeed_cp.megatron, training", ("megatron",)),
+    Limit(
+        "megatron-core",
+        "megatron.core",
+        (0, 12),
+        _UNTESTED,
+        "mindspeed_cp.megatron, training",
+        ("megatron",),
+        gap=((0, 13), (0, 16)),
+    ),
     Limit("torch-npu", "torch_npu", (2, 7), _UNTESTED, "NPUs; of torch's own release", ("npu",)),
 )
 
@@ -98,8 +108,10 @@ def version_status(limit: Limit, version: str | None) -> Status:
     if release is None:
         return Status(limit.package, version, "allowed", "a source tree whose version is unknown")
     if release < limit.first:
-        oldest = ".".join(map(str, limit.first))
-        return Status(limit.package, version, "refused", f"needed is {oldest} or later: {limit.why}")
+        return Status(limit.package, version, "refused", f"needed is {_text(limit.first)} or later: {limit.why}")
+    if limit.gap is not None and limit.gap[0] <= release < limit.gap[1]:
+        reason = f"needed is {_text(limit.first)}, or {_text(limit.gap[1])} or later: those between are not tested"
+        return Status(limit.package, version, "refused", reason)
     rows = [row for row in tested_rows() if row.get(limit.package) and set(limit.suites) <= set(row["suites"])]
     tested = sorted({str(row[limit.package]) for row in rows}, key=_key)
     short = 2 if limit.package == "python" else 3
@@ -152,7 +164,7 @@ def versions_md() -> str:
         for row in tested_rows()
     )
     limits = "| package | oldest | refused below, because | needed for |\n|---|---|---|---|\n" + "".join(
-        f"| {limit.package} | {'.'.join(map(str, limit.first))} | {limit.why} | {limit.needed_for} |\n"
+        f"| {limit.package} | {_text(limit.first)}{_gap_text(limit)} | {limit.why} | {limit.needed_for} |\n"
         for limit in LIMITS
     )
     cann = "| torch-npu | oldest CANN |\n|---|---|\n" + "".join(
@@ -168,6 +180,14 @@ def version_in_source(origin: str | None) -> str | None:
         return None
     parts = dict(re.findall(r"^(MAJOR|MINOR|PATCH) = (\d+)", info.read_text("utf-8"), re.MULTILINE))
     return ".".join(parts[name] for name in ("MAJOR", "MINOR", "PATCH")) if len(parts) == 3 else None
+
+
+def _text(release: tuple[int, ...]) -> str:
+    return ".".join(map(str, release))
+
+
+def _gap_text(limit: Limit) -> str:
+    return "" if limit.gap is None else f"; not from {_text(limit.gap[0])} on until {_text(limit.gap[1])}"
 
 
 def _numbers(version: str) -> tuple[int, ...] | None:

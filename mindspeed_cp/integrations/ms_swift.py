@@ -23,7 +23,7 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.integrations.huggingface.batch import documents_of_batch
 from mindspeed_cp.integrations.huggingface.families import has_dropout
 from mindspeed_cp.integrations.huggingface.heads import check_head
-from mindspeed_cp.integrations.huggingface.labels import IGNORED
+from mindspeed_cp.integrations.huggingface.loss import IGNORED
 from mindspeed_cp.integrations.huggingface.plans import RankPlans, build_plans
 from mindspeed_cp.integrations.huggingface.registration import register
 from mindspeed_cp.integrations.huggingface.rows import batch_seed, gather_rows, slice_rows
@@ -65,101 +65,105 @@ def use_plans(
 
 
 def planned_class(base: type) -> type:
-    """Return a class of ms-swift's SequenceParallel whose rows are cut by plans.
+    """Return a class of ms-swift's SequenceParallel whose rows are cut by plans."""
+    return type(f"Planned{base.__name__}", (PlannedRows, base), {})
+
+
+_SequenceParallel: Any = object  # its place in planned_class
+
+
+class PlannedRows(_SequenceParallel):
+    """The methods of ms-swift's SequenceParallel by plans.
 
     All ranks of a group are in its "ring" dimension. ms-swift asks for documents there, by their position_ids, wherever
     it splits or gathers.
     """
 
-    class PlannedSequenceParallel(base):
-        def prepare(self, sp_size: int, model: Any, tokenizer: Any, padding_free: bool) -> None:
-            if not padding_free:
-                raise ConfigError("padding_free is False; valid with plans: True, packed rows")
-            self.model_config = model.config
-            check_head(model)
-            self.has_dropout = has_dropout(model.config)
-            self.rows_read = 0
-            super().prepare(sp_size, model, tokenizer, padding_free)
+    def prepare(self, sp_size: int, model: Any, tokenizer: Any, padding_free: bool) -> None:
+        if not padding_free:
+            raise ConfigError("padding_free is False; valid with plans: True, packed rows")
+        self.model_config = model.config
+        check_head(model)
+        self.has_dropout = has_dropout(model.config)
+        self.rows_read = 0
+        super().prepare(sp_size, model, tokenizer, padding_free)
 
-        def pad(self, tensor: Tensor, padding_value: Any, position_ids: Tensor | None = None, dim: int = 1) -> Tensor:
-            """Return a tensor as it is: plans need no padding."""
-            return tensor
+    def pad(self, tensor: Tensor, padding_value: Any, position_ids: Tensor | None = None, dim: int = 1) -> Tensor:
+        """Return a tensor as it is: plans need no padding."""
+        return tensor
 
-        def split(self, input: Tensor, dim: int, position_ids: Tensor | None = None) -> Tensor:
-            return input if self.world_size == 1 else slice_rows(input, self.row_plans(position_ids), dim)
+    def split(self, input: Tensor, dim: int, position_ids: Tensor | None = None) -> Tensor:
+        return input if self.world_size == 1 else slice_rows(input, self.row_plans(position_ids), dim)
 
-        def gather(self, local_output: Tensor, dim: int, position_ids: Tensor | None = None) -> Tensor:
-            if self.world_size == 1:
-                return local_output
-            return gather_rows(local_output, self.row_plans(position_ids), dim)
+    def gather(self, local_output: Tensor, dim: int, position_ids: Tensor | None = None) -> Tensor:
+        if self.world_size == 1:
+            return local_output
+        return gather_rows(local_output, self.row_plans(position_ids), dim)
 
-        def pad_and_split_inputs(
-            self,
-            input_ids: Tensor | None,
-            input_embeds: Tensor | None,
-            labels: Tensor | None,
-            position_ids: Tensor | None,
-            attention_mask: Tensor | None,
-            loss_scale: Tensor | None,
-            embed_tokens: Any = None,
-            real_position_ids: Tensor | None = None,
-            extra_split_values: Any = None,
-        ) -> Any:
-            results = super().pad_and_split_inputs(
-                input_ids, input_embeds, labels, position_ids, attention_mask, loss_scale,
-                embed_tokens, real_position_ids, extra_split_values,
-            )  # fmt: skip
-            if self.world_size == 1 or (labels is None and loss_scale is None):
-                return results
-            rows = self.row_plans(position_ids if real_position_ids is None else real_position_ids).rows
-            ids, embeds, labels, positions, mask, loss_scale, extra = results
-            if labels is not None:  # the row of padding that a rank without tokens has
-                labels = labels.clone()
-                labels[:, rows:] = IGNORED
-            if loss_scale is not None:
-                loss_scale = loss_scale.clone()
-                loss_scale[:, rows:] = 0.0
-            return ids, embeds, labels, positions, mask, loss_scale, extra
+    def pad_and_split_inputs(
+        self,
+        input_ids: Tensor | None,
+        input_embeds: Tensor | None,
+        labels: Tensor | None,
+        position_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        loss_scale: Tensor | None,
+        embed_tokens: Any = None,
+        real_position_ids: Tensor | None = None,
+        extra_split_values: Any = None,
+    ) -> Any:
+        results = super().pad_and_split_inputs(
+            input_ids, input_embeds, labels, position_ids, attention_mask, loss_scale,
+            embed_tokens, real_position_ids, extra_split_values,
+        )  # fmt: skip
+        if self.world_size == 1 or (labels is None and loss_scale is None):
+            return results
+        rows = self.row_plans(position_ids if real_position_ids is None else real_position_ids).rows
+        ids, embeds, labels, positions, mask, loss_scale, extra = results
+        if labels is not None:  # the row of padding that a rank without tokens has
+            labels = labels.clone()
+            labels[:, rows:] = IGNORED
+        if loss_scale is not None:
+            loss_scale = loss_scale.clone()
+            loss_scale[:, rows:] = 0.0
+        return ids, embeds, labels, positions, mask, loss_scale, extra
 
-        def row_plans(self, position_ids: Tensor | None = None, number: int | None = None) -> RankPlans:
-            """Return the plans of a packed row.
+    def row_plans(self, position_ids: Tensor | None = None, number: int | None = None) -> RankPlans:
+        """Return the plans of a packed row.
 
-            Args:
-                position_ids: [1, tokens], from 0 in each document; default: those of the current row.
-                number: number of the row, for its dropout.
-            """
-            positions = self.real_position_ids if position_ids is None else position_ids
-            if positions is None or positions.dim() != 2 or positions.shape[0] != 1:
-                shape = None if positions is None else list(positions.shape)
-                raise ConfigError(f"position_ids have shape {shape}; valid: [1, tokens], one packed row")
-            algorithm, seed, of_rank, options = self.plan_settings
-            documents = documents_of_batch({"input_ids": positions, "position_ids": positions})
-            mesh = self.device_mesh["ring"]
-            plans = build_plans(self.model_config, documents, Topology.from_mesh(mesh), algorithm, **options)
-            dropout_seed = batch_seed(seed, mesh, number or 0) if self.has_dropout else None
-            return RankPlans(plans, mesh.get_local_rank(), group=mesh.get_group(), dropout_seed=dropout_seed, **of_rank)
+        Args:
+            position_ids: [1, tokens], from 0 in each document; default: those of the current row.
+            number: number of the row, for its dropout.
+        """
+        positions = self.real_position_ids if position_ids is None else position_ids
+        if positions is None or positions.dim() != 2 or positions.shape[0] != 1:
+            shape = None if positions is None else list(positions.shape)
+            raise ConfigError(f"position_ids have shape {shape}; valid: [1, tokens], one packed row")
+        algorithm, seed, of_rank, options = self.plan_settings
+        documents = documents_of_batch({"input_ids": positions, "position_ids": positions})
+        mesh = self.device_mesh["ring"]
+        plans = build_plans(self.model_config, documents, Topology.from_mesh(mesh), algorithm, **options)
+        dropout_seed = batch_seed(seed, mesh, number or 0) if self.has_dropout else None
+        return RankPlans(plans, mesh.get_local_rank(), group=mesh.get_group(), dropout_seed=dropout_seed, **of_rank)
 
-        def _init_device_mesh(self) -> None:
-            # ms-swift divides a group by its greatest common divisor with the heads; by 1 all ranks are in "ring".
-            self.num_heads = 1
-            super()._init_device_mesh()
+    def _init_device_mesh(self) -> None:
+        # ms-swift divides a group by its greatest common divisor with the heads; by 1 all ranks are in "ring".
+        self.num_heads = 1
+        super()._init_device_mesh()
 
-        def _prepare_flash_attn(self, base_model: Any) -> None:
-            """Leave the attention functions of transformers as they are; plans have one of their own."""
-            register()
+    def _prepare_flash_attn(self, base_model: Any) -> None:
+        """Leave the attention functions of transformers as they are; plans have one of their own."""
+        register()
 
-        def _prepare_forward_hook(self, base_model: Any) -> None:
-            super()._prepare_forward_hook(base_model)  # splits what the model is given
-            base_model.set_attn_implementation(register())
-            base_model.register_forward_pre_hook(self._add_plan, with_kwargs=True)
+    def _prepare_forward_hook(self, base_model: Any) -> None:
+        super()._prepare_forward_hook(base_model)  # splits what the model is given
+        base_model.set_attn_implementation(register())
+        base_model.register_forward_pre_hook(self._add_plan, with_kwargs=True)
 
-        def _add_plan(self, model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-            """Give the model's layers the plan of the current row."""
-            if self.world_size == 1:
-                return arguments, keywords
-            plan = self.row_plans(number=self.rows_read)
-            self.rows_read += 1
-            return arguments, {**keywords, "attention_mask": None, "use_cache": False, "plan": plan}
-
-    PlannedSequenceParallel.__name__ = PlannedSequenceParallel.__qualname__ = f"Planned{base.__name__}"
-    return PlannedSequenceParallel
+    def _add_plan(self, model: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Give the model's layers the plan of the current row."""
+        if self.world_size == 1:
+            return arguments, keywords
+        plan = self.row_plans(number=self.rows_read)
+        self.rows_read += 1
+        return arguments, {**keywords, "attention_mask": None, "use_cache": False, "plan": plan}

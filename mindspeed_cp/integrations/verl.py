@@ -203,56 +203,63 @@ def planned_engine(engine_class: type, algorithm: str = "hierarchical", **argume
         algorithm, arguments: as for :class:`PlannedUlysses`.
     """
 
-    class PlannedEngine(engine_class):
-        ulysses_sequence_parallel_size: int
-        use_ulysses_sp: bool
+    named = {"plan_arguments": {"algorithm": algorithm, **arguments}}
+    return type(f"Planned{engine_class.__name__}", (PlannedEngine, engine_class), named)
 
-        def _build_module(self) -> Any:
-            ranks = self.ulysses_sequence_parallel_size
-            # As on one rank: verl's own attention over Ulysses ranks, and its rules for numbers of heads, stay out.
-            self.ulysses_sequence_parallel_size = 1
-            try:
-                module = super()._build_module()
-            finally:
-                self.ulysses_sequence_parallel_size = ranks
-            if ranks > 1:
-                self.planned = PlannedUlysses(module.config, self.ulysses_device_mesh["sp"], algorithm, **arguments)
-                self.planned.attach(module)
-            return module
 
-        def prepare_model_inputs(self, micro_batch: Any) -> Any:
-            if not self.use_ulysses_sp:
-                return super().prepare_model_inputs(micro_batch)
-            distills = micro_batch.get("distillation_use_topk", None)
-            if getattr(distills, "data", distills):
-                raise ConfigError(
-                    "distillation_use_topk is set, and verl slices the teacher's rows by its own rule; valid with "
-                    "planned engines: no top-k distillation, or ulysses_sequence_parallel_size 1"
-                )
-            self.use_ulysses_sp = False  # the whole row, which is sliced below
-            try:
-                inputs, outputs = super().prepare_model_inputs(micro_batch)
-            finally:
-                self.use_ulysses_sp = True
-            size = self.ulysses_sequence_parallel_size
-            inputs["input_ids"], inputs["position_ids"], _ = self.planned.ulysses_pad_and_slice_inputs(
-                inputs["input_ids"], inputs["position_ids"], size
+_Engine: Any = object  # verl's, in planned_engine
+
+
+class PlannedEngine(_Engine):
+    """The methods of verl's FSDP engine by plans."""
+
+    ulysses_sequence_parallel_size: int
+    use_ulysses_sp: bool
+    plan_arguments: dict[str, Any]
+
+    def _build_module(self) -> Any:
+        ranks = self.ulysses_sequence_parallel_size
+        # As on one rank: verl's own attention over Ulysses ranks, and its rules for numbers of heads, stay out.
+        self.ulysses_sequence_parallel_size = 1
+        try:
+            module = super()._build_module()
+        finally:
+            self.ulysses_sequence_parallel_size = ranks
+        if ranks > 1:
+            self.planned = PlannedUlysses(module.config, self.ulysses_device_mesh["sp"], **self.plan_arguments)
+            self.planned.attach(module)
+        return module
+
+    def prepare_model_inputs(self, micro_batch: Any) -> Any:
+        if not self.use_ulysses_sp:
+            return super().prepare_model_inputs(micro_batch)
+        distills = micro_batch.get("distillation_use_topk", None)
+        if getattr(distills, "data", distills):
+            raise ConfigError(
+                "distillation_use_topk is set, and verl slices the teacher's rows by its own rule; valid with "
+                "planned engines: no top-k distillation, or ulysses_sequence_parallel_size 1"
             )
-            for name, padding in (("input_ids_rmpad_rolled", 0), ("temperature_rmpad", 1)):
-                outputs[name] = slice_rows(outputs[name], self.planned.row, 0, padding)
-            if inputs.get("shift_labels") is not None:
-                inputs["shift_labels"] = outputs["input_ids_rmpad_rolled"][None]
-            for name in ("cu_seqlens", "cu_seqlens_cpu"):  # of the whole row; the plan has them
-                inputs.pop(name, None)
-            return inputs, outputs
+        self.use_ulysses_sp = False  # the whole row, which is sliced below
+        try:
+            inputs, outputs = super().prepare_model_inputs(micro_batch)
+        finally:
+            self.use_ulysses_sp = True
+        size = self.ulysses_sequence_parallel_size
+        inputs["input_ids"], inputs["position_ids"], _ = self.planned.ulysses_pad_and_slice_inputs(
+            inputs["input_ids"], inputs["position_ids"], size
+        )
+        for name, padding in (("input_ids_rmpad_rolled", 0), ("temperature_rmpad", 1)):
+            outputs[name] = slice_rows(outputs[name], self.planned.row, 0, padding)
+        if inputs.get("shift_labels") is not None:
+            inputs["shift_labels"] = outputs["input_ids_rmpad_rolled"][None]
+        for name in ("cu_seqlens", "cu_seqlens_cpu"):  # of the whole row; the plan has them
+            inputs.pop(name, None)
+        return inputs, outputs
 
-        def _gather_and_unpad_packed(self, tensor: Tensor, pad_size: int) -> Tensor:
-            if not self.use_ulysses_sp:
-                return super()._gather_and_unpad_packed(tensor, pad_size)
-            return self.planned.gather_outputs_and_unpad(tensor, 0, 0, pad_size)
-
-    PlannedEngine.__name__ = PlannedEngine.__qualname__ = f"Planned{engine_class.__name__}"
-    return PlannedEngine
+    def _gather_and_unpad_packed(self, tensor: Tensor, pad_size: int) -> Tensor:
+        if not self.use_ulysses_sp:
+            return super()._gather_and_unpad_packed(tensor, pad_size)
+        return self.planned.gather_outputs_and_unpad(tensor, 0, 0, pad_size)
 
 
 def register_engines(algorithm: str = "hierarchical", **arguments: Any) -> None:

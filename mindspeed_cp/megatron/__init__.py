@@ -42,7 +42,7 @@ with megatron_imports():
     from mindspeed_cp.megatron.adaptors.trajectories import target_losses, trajectory_batch, trajectory_loss_function
     from mindspeed_cp.megatron.adaptors.whole_batch import planned_batch_from
     from mindspeed_cp.megatron.patches.compat import megatron_compat
-    from mindspeed_cp.megatron.patches.cuda_redirect import megatron_on, megatron_on_cpu, megatron_on_npu
+    from mindspeed_cp.megatron.patches.device_shim import megatron_on, megatron_on_cpu, megatron_on_npu
 
 __all__ = [
     "GlobalLoss",

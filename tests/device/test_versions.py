@@ -29,7 +29,7 @@ ROWS = [
         "suites": {"decisions": 9, "engine": 2, "ops": 3, "megatron": 4},
     },
     {
-        "python": "3.11.2", "torch": "2.9.0", "numpy": "1.26.4", "megatron-core": "0.14.0",
+        "python": "3.11.2", "torch": "2.9.0", "numpy": "1.26.4", "megatron-core": "0.16.1",
         "suites": {"decisions": 9, "ops": 3},
     },
 ]  # fmt: skip
@@ -51,7 +51,8 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> None:
         ("python", "3.13.0", "allowed", "tested: 3.10.13, 3.11.2"),
         ("numpy", "1.25.2", "refused", "needed is 1.26 or later"),
         ("megatron-core", "0.12.1", "tested", ""),
-        ("megatron-core", "0.14.0", "allowed", "tested: 0.12.1"),
+        ("megatron-core", "0.14.0", "refused", "needed is 0.12, or 0.16 or later"),
+        ("megatron-core", "0.16.0rc1", "allowed", "tested: 0.12.1"),
         ("megatron-core", "0.11.0", "refused", "needed is 0.12 or later"),
         ("megatron-core", "0.20.0rc0", "allowed", "tested: 0.12.1"),
         ("megatron-core", "unknown", "allowed", "a source tree"),
@@ -123,7 +124,7 @@ def test_every_row_to_test_says_where_its_training_loop_is(tmp_path: Path) -> No
     assert {row["training"] for row in rows if row["megatron-core"] > "0.17"} == {"wheel"}
     (tmp_path / "core_v0.12.1" / "megatron" / "training").mkdir(parents=True)
     assert test_versions.training_tree("core_v0.12.1", tmp_path) == tmp_path.resolve() / "core_v0.12.1"
-    assert test_versions.training_tree("core_v0.14.0", tmp_path) is None is test_versions.training_tree("wheel", None)
+    assert test_versions.training_tree("core_v0.16.1", tmp_path) is None is test_versions.training_tree("wheel", None)
 
 
 #: Runs the command line where torch, Megatron-core and psutil are not installed.

@@ -1,7 +1,8 @@
-"""The Slurm script, with a stand-in for srun and scontrol."""
+"""The Slurm script, with a stand-in for srun and scontrol; two nodes of a job train on the CPU."""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -21,6 +22,8 @@ from tests.launch_scripts.scripts import (
     refusal,
     run,
 )
+from tests.limits import HANG
+from tests.ports import free_port
 
 
 @pytest.mark.parametrize(("machine", "script"), [("a2", A2), ("a3", A3)])
@@ -92,3 +95,38 @@ def test_slurm_runs_a_copy_and_finds_the_scripts_all_the_same(tmp_path: Path, sl
         assert done.returncode == 0 and str(A3) in done.stdout, done.stderr
     line = refusal(run(copy, *words, cwd=tmp_path, SLURM_SUBMIT_DIR=str(tmp_path), **slurm))
     assert f"SLURM_SUBMIT_DIR = {tmp_path}: no configs/launch/launch.sh there" in line
+
+
+def tiny(folder: Path, steps: int = 2) -> list[str]:
+    """Two ranks on the CPU, and a model for which a step takes no time."""
+    corpus = folder / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"text": "ring of ranks " * (n % 7 + 1)}) + "\n" for n in range(40)))
+    settings = {
+        "output.folder": folder / "run",
+        "output.progress": "none",
+        "output.loss_png": "false",
+        "data.corpus": corpus,
+        "data.seq_length": 128,
+        "model.hidden_size": 32,
+        "train.train_iters": steps,
+        "train.lr_warmup_iters": 0,
+        "train.threads_per_rank": 1,
+        "context_parallel_suite.context_parallel_size": 2,
+        "context_parallel_suite.timeout_seconds": HANG,
+    }
+    return ["--device=cpu", *(f"--set={name}={value}" for name, value in settings.items())]
+
+
+def steps_of(folder: Path) -> list[int]:
+    path = folder / "run" / "metrics.jsonl"
+    return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def test_two_nodes_of_a_slurm_job_train_together(tmp_path: Path, slurm: dict[str, str]) -> None:
+    """Both on this machine, by a double of srun."""
+    port = free_port()
+    words = [*tiny(tmp_path), "--machine=a3", "--ranks-per-node=1", "--interface=lo", f"--master-port={port}"]
+    done = run(SLURM, *words, "--set=context_parallel_suite.nodes=2", cwd=tmp_path, **slurm)
+    assert done.returncode == 0, done.stderr
+    assert steps_of(tmp_path) == [1, 2]
+    assert len(list(tmp_path.glob("run/logs/slurm-1234567/**/stdout.log"))) == 2

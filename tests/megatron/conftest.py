@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Generator, Iterator
@@ -15,11 +13,11 @@ import pytest
 
 from mindspeed_cp.device.versions import version_in_source
 from mindspeed_cp.megatron.patches.imports import parse_version
-from tests.limits import HANG
 from tests.megatron.gpt import VERSION, LackingSetting, one_rank
 from tests.megatron.ranks import MegatronRanks
 from tests.megatron.script_arguments import stand_in
 from tests.processes import preload
+from tools.megatron_arguments import arguments_at_hand
 
 preload("tests.megatron.gpt")
 
@@ -76,21 +74,12 @@ def megatron_parser() -> dict[str, tuple[str, list[str]]]:
             pytest.fail(f"MEGATRON_LM is {tree}, of version {version}; valid: a source tree of {VERSION}, as installed")
     if find_spec("megatron.training") is None and tree is None:
         pytest.skip("this megatron-core has no megatron.training, and MEGATRON_LM names no source tree of Megatron-LM")
-    script = Path(__file__).with_name("print_arguments.py")
-    path = f"{script.parents[2]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=HANG,
-    )
-    last = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else done.stderr
-    if done.returncode == 3 and tree is None:
-        pytest.skip(last)
-    assert done.returncode == 0, f"{last}\n{done.stderr}"
-    groups: dict[str, tuple[str, list[str]]] = json.loads(last)
-    return groups
+    try:
+        return arguments_at_hand()
+    except ImportError as error:
+        if tree is not None:
+            raise
+        pytest.skip(str(error))
 
 
 # What Megatron-core says about itself in every one of these tests, and nobody here can change.

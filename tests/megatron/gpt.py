@@ -37,12 +37,11 @@ from mindspeed_cp.megatron import (
     rows_multiple,
     shift_labels,
 )
-from mindspeed_cp.megatron.arguments import entry_of
-from mindspeed_cp.megatron.patches.imports import parse_version
-from mindspeed_cp.megatron.patches.spans import SPAN
+from mindspeed_cp.megatron.patches import versions
 from tests.gloo import share_event_loop
 from tests.limits import HANG
 from tests.megatron.packed import cut_batch, cut_of, plan_whole
+from tools.megatron_arguments import entry_of
 
 with megatron_imports():
     from megatron.core import __version__ as VERSION
@@ -164,7 +163,7 @@ def destroy_groups() -> None:
     """End Megatron's groups, and forget the last model's losses of experts, which Megatron keeps by layer; 0.12 forgets to
     forget who was in the groups of the embeddings."""
     parallel_state.destroy_model_parallel()
-    for module in (moe_utils, parallel_state):  # before 0.16 the latter has them
+    for module in (moe_utils, parallel_state):  # in 0.12 the latter has them
         getattr(module, "get_moe_layer_wise_logging_tracker", dict)().clear()
     for name in ("_EMBEDDING_GLOBAL_RANKS", "_POSITION_EMBEDDING_GLOBAL_RANKS"):
         if hasattr(parallel_state, name):
@@ -187,10 +186,10 @@ def lacks(config: Mapping[str, Any], case: Case | None = None) -> str | None:
             if entry_of(name) is None:
                 raise KeyError(f"{name} is a setting of no version of Megatron-core that was looked at")
             return f"megatron-core {VERSION} has no {name}"
-    if case and case.model.get("position_embedding_type") == "yarn" and parse_version(VERSION) < (0, 15):
+    if case and case.model.get("position_embedding_type") == "yarn" and versions.IS_0_12:
         return f"a GPTModel of megatron-core {VERSION} has no position_embedding_type 'yarn'"
     if case and config.get("multi_latent_attention") and case.qkv_format == "sbhd" and len(case.batches[0]) > 1:
-        return None if SPAN.latent_rows(2) is None else f"megatron-core {VERSION}: {SPAN.latent_rows(2)}"
+        return None if versions.latent_rows(2) is None else f"megatron-core {VERSION}: {versions.latent_rows(2)}"
     return None
 
 
@@ -209,7 +208,7 @@ def named(cases: Mapping[str, Case]) -> list[Any]:
 
 
 def seed_generators(seed: int = 1234) -> None:
-    """Megatron's random tracker anew; before 0.14 it always is."""
+    """Megatron's random tracker anew; 0.12 always has a new one."""
     seed_all = tensor_parallel.model_parallel_cuda_manual_seed
     seed_all(seed, **({"force_reset_rng": True} if "force_reset_rng" in signature(seed_all).parameters else {}))
 
@@ -223,7 +222,7 @@ def transformer_config(tp: int = 1, cp: int = 1, ep: int = 1, **changes: Any) ->
         attention_dropout=0.0, normalization="RMSNorm", add_bias_linear=False, pipeline_dtype=torch.float32,
         calculate_per_token_loss=True, init_method_std=0.2,
     )  # fmt: skip
-    if "cuda_graph_scope" in TransformerConfig.__dataclass_fields__:  # 0.15 and later
+    if "cuda_graph_scope" in TransformerConfig.__dataclass_fields__:  # not in 0.12
         settings["cuda_graph_scope"] = []
     kind = MLATransformerConfig if changes.get("multi_latent_attention") else TransformerConfig
     lacking = lacks(changes)
@@ -231,7 +230,7 @@ def transformer_config(tp: int = 1, cp: int = 1, ep: int = 1, **changes: Any) ->
         raise LackingSetting(lacking)
     yarn = {name: changes.pop(name) for name in list(changes) if name.startswith("yarn_")}
     name = "original_max_position_embeddings"
-    if name in changes and name not in MLATransformerConfig.__dataclass_fields__:  # before 0.14
+    if name in changes and name not in MLATransformerConfig.__dataclass_fields__:  # in 0.12
         changes["max_position_embeddings"] = changes.pop(name)
     config = kind(**{**settings, **changes})
     for name, value in yarn.items():  # Megatron reads them from its config, which has no such fields

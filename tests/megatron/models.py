@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from mindspeed_cp.megatron import megatron_imports
+from mindspeed_cp.megatron.patches.multi_token import PACKED
 
 with megatron_imports():
     from megatron.core.transformer.moe.moe_layer import MoESubmodules
@@ -32,11 +33,12 @@ YARN: dict[str, Any] = dict(
 #: No power of two, so ALiBi's slopes are those of four heads and two between them.
 SIX_HEADS: dict[str, Any] = dict(num_attention_heads=6, num_query_groups=2, kv_channels=6)
 
+NEEDS_PACKED = pytest.mark.skipif(not PACKED, reason="Megatron-core 0.12 refuses packed_seq_params there")
 NEEDS_PLANNED_ROUTER = pytest.mark.skipif(
-    not HAS_PLANNED_ROUTER, reason="before 0.16 Megatron-core has no place for a router in the spec"
+    not HAS_PLANNED_ROUTER, reason="Megatron-core 0.12 has no place for a router in the spec"
 )
 
-#: Before 0.16 the router's losses are refused where tokens are split over ranks.
+#: In 0.12 the router's losses are refused where tokens are split over ranks.
 LOSSES: dict[str, Any] = dict(moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.01) if HAS_PLANNED_ROUTER else {}
 EXPERTS: dict[str, Any] = dict(
     num_moe_experts=4, moe_ffn_hidden_size=24, moe_router_topk=2, moe_token_dispatcher_type="alltoall",

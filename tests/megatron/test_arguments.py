@@ -1,9 +1,10 @@
-"""Every argument of Megatron that touches attention, positions, loss or batches is used, harmless or refused."""
+"""Arguments of Megatron that touch attention, positions, loss or batches: used, ignored or unsupported, and which are
+refused when a script starts."""
 
 from __future__ import annotations
 
 from argparse import Namespace
-from dataclasses import fields
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -13,88 +14,73 @@ from mindspeed_cp import ConfigError
 from mindspeed_cp.convert import convert_script
 from mindspeed_cp.convert.command_line import read_flags
 from mindspeed_cp.convert.flag_table import ARITIES
-from mindspeed_cp.megatron import megatron_imports
-from mindspeed_cp.megatron.arguments import ENTRIES, UNCONCERNED_GROUPS, VERSIONS, check_arguments, entry_of
-from mindspeed_cp.megatron.arguments.entry import read_span, write_span
-from mindspeed_cp.megatron.arguments.harmless_groups import HARMLESS_GROUPS
-from mindspeed_cp.megatron.arguments.harmless_model import HARMLESS_MODEL
-from mindspeed_cp.megatron.arguments.harmless_training import HARMLESS_TRAINING
-from mindspeed_cp.megatron.arguments.refusals import ALL_RULES
-from mindspeed_cp.megatron.arguments.refused import REFUSED_SPANS
-from mindspeed_cp.megatron.arguments.used import USED
+from mindspeed_cp.megatron.arguments import ALL_RULES, check_arguments
 from mindspeed_cp.megatron.patches.imports import parse_version
-from mindspeed_cp.schema.unsupported import unsupported
-from tests.megatron.gpt import Suite
+from mindspeed_cp.schema.unsupported import Unsupported, unsupported
+from tests.megatron.gpt import VERSION, Suite
+from tools.megatron_arguments import (
+    FILE,
+    config_fields,
+    entries,
+    entry_of,
+    read_span,
+    table,
+    text_of,
+    updated,
+    write_span,
+)
 
-with megatron_imports():
-    import megatron.core
-    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-
-VERSION = parse_version(megatron.core.__version__)
-FIELDS = {field.name for kind in (TransformerConfig, MLATransformerConfig) for field in fields(kind)}
-
-
-def test_every_argument_is_in_the_table(megatron_parser: dict[str, tuple[str, list[str]]]) -> None:
-    concerned = {name: group for name, (group, _) in megatron_parser.items() if group not in UNCONCERNED_GROUPS}
-    assert len(concerned) > 300
-    assert {name: group for name, group in concerned.items() if entry_of(name) is None} == {}
-
-
-def test_every_field_of_the_transformer_config_is_in_the_table() -> None:
-    assert {name for name in FIELDS if entry_of(name) is None} == set()
+AT_HAND = ".".join(map(str, parse_version(VERSION)))
+FIELDS = config_fields()
 
 
-@pytest.mark.skipif(VERSION not in VERSIONS, reason=f"the table does not list Megatron {VERSION}")
-def test_the_versions_of_the_table_are_those_that_have_the_argument(
+@pytest.mark.skipif(AT_HAND not in table()["versions"], reason=f"the file does not list Megatron {AT_HAND}")
+def test_the_file_is_what_the_tool_writes_of_the_megatron_at_hand(
     megatron_parser: dict[str, tuple[str, list[str]]],
 ) -> None:
-    names = {*megatron_parser, *FIELDS}
-    for entry in ENTRIES:
-        assert (VERSION in entry.versions) == (entry.name in names), entry.name
+    assert len(megatron_parser) > 300
+    data = deepcopy(table())
+    updated(data, AT_HAND, megatron_parser, FIELDS)
+    assert data["unknown"] == "" and text_of(data) == FILE.read_text("utf-8")
 
 
-def test_an_argument_has_one_entry() -> None:
-    names = [entry.name for entry in ENTRIES]
-    assert sorted(names) == sorted(set(names))
+def test_every_field_of_the_transformer_config_is_in_the_file_with_its_versions() -> None:
+    assert {name for name in FIELDS if entry_of(name) is None} == set()
+    if AT_HAND in table()["versions"]:
+        assert {name for name in FIELDS if AT_HAND not in entry_of(name).versions} == set()  # type: ignore[union-attr]
 
 
-def test_an_entry_is_about_one_argument() -> None:
-    assert [entry.name for entry in ENTRIES if not entry.name.isidentifier()] == []
+def test_a_new_argument_is_listed_as_unknown() -> None:
+    data = deepcopy(table())
+    updated(data, "0.19", {"seq_length": ("", []), "new": ("", []), "log": ("logging", [])}, {"newer"})
+    assert data["unknown"] == "new newer"
+    row = next(row for row in data["used"] if "micro_batch_size" in row["arguments"])
+    assert "seq_length reset_position_ids:-0.16" in row["arguments"]
 
 
-def test_versions_are_given_for_what_is_refused_alone() -> None:
-    refused = {entry.name for entry in ENTRIES if entry.verdict == "refused"}
-    assert REFUSED_SPANS.keys() <= refused
+def test_an_argument_has_one_entry_and_one_verdict() -> None:
+    names = [entry.name for entry in entries()]
+    assert sorted(names) == sorted(set(names)) and all(name.isidentifier() for name in names)
+    rules = {rule.setting for rule in ALL_RULES}
+    assert {entry.name for entry in entries() if entry.verdict == "ignored"} & rules == set()
+    assert {entry.name for entry in entries() if entry.verdict == "used"} & rules == PARTLY_REFUSED
+    spans = {word.partition(":")[0] for word in table()["unsupported"].split()}
+    assert spans <= {entry.name for entry in entries() if entry.verdict == "unsupported"}
 
 
-#: The tables that are written by hand.
-TEXTS = {
-    "used": USED.values(),
-    "harmless": [*HARMLESS_MODEL.values(), *HARMLESS_TRAINING.values(), *HARMLESS_GROUPS.values()],
-}
-
-
-def names_of(text: str) -> list[str]:
-    return [word.partition(":")[0] for word in text.split()]
-
-
-#: Arguments that a table calls used or harmless, and of which some values are refused.
+#: Arguments that the file calls used, and of which some values are refused.
 PARTLY_REFUSED = {
     "mtp_num_layers", "mtp_use_repeated_layer", "mrope_section",
     "moe_router_enable_expert_bias", "no_rope_freq", "qk_layernorm", "rotary_interleaved", "transformer_impl",
 }  # fmt: skip
 
 
-def test_what_is_harmless_is_never_refused() -> None:
-    rules = {rule.setting for rule in ALL_RULES}
-    assert {name for text in TEXTS["harmless"] for name in names_of(text)} & rules == set()
-    assert {name for text in TEXTS["used"] for name in names_of(text)} & rules == PARTLY_REFUSED
-
-
-@pytest.mark.parametrize("span", ["", "0.14-", "-0.16", "0.14-0.16", "none"])
-def test_a_span_is_what_it_was_read_from(span: str) -> None:
-    assert write_span(read_span(span)) == ("" if span == "none" else span)
-    assert {"": 4, "0.14-": 3, "-0.16": 3, "0.14-0.16": 2, "none": 0}[span] == len(read_span(span))
+@pytest.mark.parametrize(
+    ("span", "count"), [("", 3), ("0.16-", 2), ("-0.16", 2), ("0.16-0.16", 1), ("none", 0), ("-0.12", 1)]
+)
+def test_a_span_is_what_it_was_read_from(span: str, count: int) -> None:
+    versions = table()["versions"]
+    assert len(read_span(span, versions)) == count and write_span(read_span(span, versions), versions) == span
 
 
 def arguments(**changes: Any) -> Namespace:
@@ -116,7 +102,7 @@ def test_arguments_of_a_planned_run_are_valid() -> None:
     check_arguments(arguments(cp_comm_type=["a2a"]), Suite(context_parallel_size=2, algorithm="ulysses"))
 
 
-#: Bad values of the arguments that TransformerConfig does not have, and words of the message.
+#: Values of arguments that depend on others, or that another value than True contradicts, and words of the message.
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (dict(reset_position_ids=False), "reset_attention_mask is True.*attention would cross them.*or neither"),
     (dict(reset_attention_mask=False), "reset_attention_mask is False.*stays inside the documents"),
@@ -129,25 +115,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (dict(position_embedding_type="mrope"), "'rope', 'yarn', 'learned_absolute', 'none'"),
     (dict(mock_data=False, null_tokenizer_eod_id=None), "tokenizer_type is 'NullTokenizer'.*--null-tokenizer-eod-id"),
     (dict(transformer_impl="inference_optimized"), "'transformer_engine', 'local'"),
-    (dict(use_legacy_models=True), "packed_seq_params"),
-    (dict(mla_down_proj_fusion=True), "FusedMLASelfAttention"),
-    (dict(heterogeneous_layers_config_path="x"), "layers of one kind"),
-    (dict(heterogeneous_layers_config_encoded_json="{}"), "layers of one kind"),
-    (dict(hybrid_attention_ratio=0.5), "state-space"),
-    (dict(hybrid_mlp_ratio=0.5), "state-space"),
-    (dict(hybrid_override_pattern="M*"), "state-space"),
-    (dict(hybrid_layer_pattern="M*"), "state-space"),
-    (dict(encoder_pipeline_model_parallel_size=1), "decoders"),
-    (dict(encoder_tensor_model_parallel_size=1), "decoders"),
-    (dict(pipeline_model_parallel_split_rank=1), "decoders"),
-    (dict(use_custom_fsdp=True), "--use-distributed-optimizer"),
-    (dict(use_megatron_fsdp=True), "--use-distributed-optimizer"),
-    (dict(use_torch_fsdp2=True), "--use-distributed-optimizer"),
-    (dict(perform_rl_step=True), "carry no plan"),
-    (dict(logits_load_dir="x"), "language model's alone"),
-    (dict(logits_save_dir="x"), "rows of a plan"),
-    (dict(hierarchical_context_parallel_sizes=[2, 1]), "give it in context_parallel_suite"),
-    (dict(max_seqlen_per_dp_cp_rank=4096), "give it in context_parallel_suite"),
+]
+#: Rules of arguments that must be off, whatever else is set.
+ARGUMENT_RULES = unsupported("arguments")
+SIMPLE = [
+    rule
+    for rule in ARGUMENT_RULES
+    if not (rule.only or rule.never or rule.must_be_on or rule.when) and rule.setting not in str(REFUSED)
 ]
 
 
@@ -157,10 +131,15 @@ def test_an_argument_that_planned_batches_contradict_is_refused(changes: dict[st
         check_arguments(arguments(**changes))
 
 
+@pytest.mark.parametrize("rule", SIMPLE, ids=lambda rule: rule.setting)
+def test_an_argument_that_must_be_off_is_refused(rule: Unsupported) -> None:
+    with pytest.raises(ConfigError, match=f"^{rule.setting} is True; valid with planned attention: {rule.valid} "):
+        check_arguments(arguments(**{rule.setting: True}))
+
+
 def test_every_rule_of_arguments_is_tested() -> None:
-    tested = {str(name) for changes, _ in REFUSED for name in changes}
-    tested |= {"tokenizer_type"}
-    assert {rule.setting for rule in unsupported("arguments")} <= tested
+    tested = {str(name) for changes, _ in REFUSED for name in changes} | {rule.setting for rule in SIMPLE}
+    assert {rule.setting for rule in ARGUMENT_RULES} <= tested | {"tokenizer_type"} and len(SIMPLE) > 15
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,6 @@ def test_right_attention_and_a_run_without_the_flag_go_on(
 
 
 @pytest.mark.parametrize("value", [-1, 2.5, "x"])
-def test_what_is_no_interval_is_refused(run: Callable[..., Namespace], value: Any) -> None:
+def test_an_interval_that_is_no_count_is_refused(run: Callable[..., Namespace], value: Any) -> None:
     with pytest.raises(ConfigError, match=r"cp_plan_check_attention is .*; valid: a number of iterations, 0 or more"):
         pretrain.suite_of(run(cp_plan_check_attention=value))

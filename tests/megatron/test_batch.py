@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology, build_plan
-from mindspeed_cp.integrations.huggingface.labels import shifted_labels
+from mindspeed_cp.integrations.huggingface.loss import shifted_labels
 from mindspeed_cp.megatron import PlannedBatchParams, planned_batch, planned_params, shift_labels
 
 ATTENTION = AttentionConfig(heads=4, kv_heads=2, head_dim=8)
@@ -85,7 +85,7 @@ def test_parameters_describe_the_whole_batch_as_megatron_does() -> None:
         (dict(qkv_format="sbhd"), "would cut a document"),
     ],
 )
-def test_what_does_not_fit_the_plan_is_refused(arguments: dict[str, Any], message: str) -> None:
+def test_ranks_formats_and_sizes_beside_the_plan_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         planned_params(plan_of(LENGTHS, 2), **{"rank": 0, **arguments})
 

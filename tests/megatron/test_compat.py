@@ -15,17 +15,13 @@ from mindspeed_cp.megatron.patches.imports import check_version, parse_version
 from mindspeed_cp.megatron.patches.swap import replaced
 from tests.megatron.gpt import (
     VERSION,
-    Case,
     Suite,
     build,
     lacks,
     layer_spec,
-    on_ranks,
     one_rank,
-    planned,
     transformer_config,
 )
-from tests.megatron.ranks import MegatronRanks
 
 with megatron_imports():
     import megatron.core
@@ -52,9 +48,9 @@ def test_patches_are_applied_on_call_and_undone() -> None:
     assert before == [vars(module) for module in (moe_utils, multi_latent_attention, token_dispatcher)]
 
 
-@pytest.mark.parametrize("text", ["0.11.0", "0.1.0"])
-def test_old_versions_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=rf"megatron-core is {text}; valid: 0\.12 or later.*use 0\.16\.1"):
+@pytest.mark.parametrize("text", ["0.11.0", "0.13.1", "0.14.0", "0.15.0rc8"])
+def test_versions_outside_0_12_and_0_16_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=rf"megatron-core is {text}; valid: 0\.12 .*or 0\.16 or later.*use 0\.16\.1"):
         check_version(text)
 
 
@@ -86,16 +82,6 @@ def test_a_mixture_of_experts_needs_the_patch() -> None:
             with pytest.raises(NameError, match="te_general_gemm"):
                 model(tokens, tokens, None)
             moe_utils.te_general_gemm = None
-
-
-def test_a_mixture_of_experts_is_the_same_on_two_ranks(ranks: MegatronRanks) -> None:
-    case = Case(((37, 0, 5, 64), (9, 2)), config=MIXTURE)
-    with one_rank():
-        expected = planned(case)
-    for outcomes in ranks.run(2, on_ranks, 1, 2, [case]):
-        assert outcomes[0].loss == pytest.approx(expected.loss, rel=1e-5)
-        for name, tensor in expected.tensors.items():
-            assert abs(outcomes[0].tensors[name] - tensor).max() <= 1e-5 * abs(tensor).max(), name
 
 
 def test_importing_says_nothing_and_patches_nothing() -> None:

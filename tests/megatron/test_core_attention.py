@@ -97,7 +97,7 @@ def test_nothing_is_kept_between_calls(alone: None) -> None:
     assert module.__dict__ == before and not list(module.parameters())
 
 
-def test_what_no_plan_covers_is_refused(alone: None) -> None:
+def test_masks_biases_and_cross_attention_are_refused(alone: None) -> None:
     module = attention()
     q, k, v = (torch.randn(6, 1, heads, 8) for heads in (4, 2, 2))
     with pytest.raises(ConfigError, match=r"attention_mask is a tensor of shape \[1, 1, 6, 6\]; valid: None"):

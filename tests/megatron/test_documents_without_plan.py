@@ -13,7 +13,7 @@ import torch
 from mindspeed_cp import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.megatron import install, install_model
-from mindspeed_cp.megatron.adaptors.documents_without_plan import refuse_documents_without_plan
+from mindspeed_cp.megatron.adaptors.without_plan import refuse_documents_without_plan
 from tests.megatron.gpt import VOCABULARY, Suite, build, layer_spec, transformer_config
 from tests.megatron.ranks import SilentGroup
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,35 +12,35 @@ from mindspeed_cp.megatron import install, install_model, megatron_imports, plan
 from mindspeed_cp.megatron.adaptors import params as params_module
 from tests.megatron.gpt import (
     Case,
-    Outcome,
     Suite,
     build,
     data,
     experts_of,
     layer_spec,
-    on_ranks,
     one_rank,
     planned,
     transformer_config,
 )
 from tests.megatron.models import EXPERTS, NEEDS_PLANNED_ROUTER, SELECTIVE
 from tests.megatron.ranks import MegatronRanks
-from tests.megatron.test_gpt import ODD, assert_equal
+from tests.megatron.runs import Runs, assert_equal
+from tests.megatron.test_gpt import ODD
 
 BATCHES = (*ODD, (1, 1))  # as many for each of two replicas: expert-parallel ranks of both work together
 
 with megatron_imports():
     from megatron.core.transformer.moe.router import TopKRouter
 
-PARALLEL = dict(sequence_parallel=True)
 CASES = {
-    "both losses": EXPERTS,
-    "loss of sequences": {**EXPERTS, "moe_router_load_balancing_type": "seq_aux_loss", "moe_layer_freq": [0, 1]},
-    "selective recompute": {**EXPERTS, **SELECTIVE},
+    "both losses": Case(BATCHES, config=EXPERTS),
+    "loss of sequences": Case(
+        BATCHES, config={**EXPERTS, "moe_router_load_balancing_type": "seq_aux_loss", "moe_layer_freq": [0, 1]}
+    ),
+    "selective recompute": Case(BATCHES, config={**EXPERTS, **SELECTIVE}),
+    "no losses of the router": Case(BATCHES, config={**EXPERTS, "moe_router_load_balancing_type": "none"}),
+    "steps": Case(BATCHES, optimizer="float32", steps=3, config=EXPERTS),
 }
 LAYOUTS = {  # tensor, context, expert parallel, ranks
-    "cp2": (1, 2, 1, 2),
-    "cp2 ep2": (1, 2, 2, 2),
     "cp3": (1, 3, 1, 3),
     "cp4 ep4": (1, 4, 4, 4),
     "dp2 cp2 ep4": (1, 2, 4, 4),
@@ -49,23 +51,22 @@ DEFAULT = ("dp2 cp2 ep4", "tp2 cp2 ep2")
 
 
 @pytest.fixture(scope="module")
-def reference() -> dict[str, Outcome]:
-    with one_rank():
-        results = {name: planned(Case(BATCHES, config=config)) for name, config in CASES.items()}
-        return {**results, "steps": planned(Case(BATCHES, optimizer="float32", steps=3, config=EXPERTS))}
+def reference(ranks: MegatronRanks) -> Runs:
+    return Runs(ranks, CASES)
 
 
 @pytest.mark.parametrize(
     "layout", [pytest.param(layout, marks=() if layout in DEFAULT else pytest.mark.thorough) for layout in LAYOUTS]
 )
-def test_any_layout_equals_one_rank(layout: str, ranks: MegatronRanks, reference: dict[str, Outcome]) -> None:
-    tp, cp, ep, size = LAYOUTS[layout]
-    more = PARALLEL if tp > 1 else {}
-    cases = [Case(BATCHES, config={**config, **more}) for config in CASES.values()]
-    cases.append(Case(BATCHES, optimizer="distributed", steps=3, config={**EXPERTS, **more}))
-    for outcomes in ranks.run(size, on_ranks, tp, cp, cases, ep):
-        for outcome, expected in zip(outcomes, reference.values(), strict=True):
-            assert_equal(outcome, expected)
+def test_any_layout_equals_one_rank(layout: str, ranks: MegatronRanks, reference: Runs) -> None:
+    more = {"sequence_parallel": True} if LAYOUTS[layout][0] > 1 else {}
+    cases = {
+        name: replace(case, config={**case.config, **more}, optimizer=case.optimizer and "distributed")
+        for name, case in CASES.items()
+    }
+    for outcomes in Runs(ranks, cases).on(LAYOUTS[layout]):
+        for name, outcome in outcomes.items():
+            assert_equal(outcome, reference.alone(name))
 
 
 @NEEDS_PLANNED_ROUTER
@@ -120,11 +121,12 @@ def test_a_later_stage_gets_the_padding_of_the_rows_that_its_router_has(
 
 
 @NEEDS_PLANNED_ROUTER
-def test_the_cases_can_tell_the_losses_of_the_router(reference: dict[str, Outcome]) -> None:
+def test_the_cases_can_tell_the_losses_of_the_router(reference: Runs) -> None:
+    both = reference.alone("both losses")
     with one_rank():
         without = planned(Case(BATCHES, config={**EXPERTS, "moe_aux_loss_coeff": 0.0, "moe_z_loss_coeff": None}))
         aux_only = planned(Case(BATCHES, config={**EXPERTS, "moe_z_loss_coeff": None}))
     name = "decoder.layers.1.mlp.router.weight"
     scale = abs(without.tensors[name]).max()
     assert abs(aux_only.tensors[name] - without.tensors[name]).max() > 1e-2 * scale
-    assert abs(aux_only.tensors[name] - reference["both losses"].tensors[name]).max() > 1e-2 * scale
+    assert abs(aux_only.tensors[name] - both.tensors[name]).max() > 1e-2 * scale

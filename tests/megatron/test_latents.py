@@ -12,12 +12,13 @@ import torch
 
 from mindspeed_cp import ConfigError
 from mindspeed_cp.megatron import attention_config, install, install_model, local_spec, megatron_imports
-from mindspeed_cp.megatron.adaptors.latent_projections import latent_projections
-from tests.megatron.gpt import Case, Suite, available, named, on_ranks, one_rank, planned, transformer_config
+from mindspeed_cp.megatron.adaptors.latent import latent_projections
+from tests.megatron.gpt import Case, Outcome, Suite, available, named, one_rank, planned, transformer_config
 from tests.megatron.models import FULL, LATENT, LATENT_YARN, SELECTIVE
 from tests.megatron.oracle import plain
 from tests.megatron.ranks import MegatronRanks
-from tests.megatron.test_gpt import MORE, ODD, RAGGED, assert_equal
+from tests.megatron.runs import LAYOUTS, Runs, assert_equal, equal_to_one_rank
+from tests.megatron.test_gpt import MORE, ODD, RAGGED
 
 with megatron_imports():
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -38,49 +39,39 @@ ALL_CASES = {
     "distributed optimizer": Case((RAGGED, MORE), optimizer="distributed", steps=2, config=LATENT, **ON),
 }
 CASES = available(ALL_CASES)
-LAYOUTS = {"cp3": (1, 3), "tp2 x cp2": (2, 2)}
 
 
-def without(case: Case) -> Case:
-    """The case with keys and values of all heads travelling."""
-    return replace(case, options={"latents": "off"})
-
-
-@pytest.fixture(scope="module")
-def expected() -> dict[str, Any]:
+def reference_step(case: Case) -> Outcome:
     """Megatron's own attention, each document alone; with dropout or an optimizer, planned attention without latents."""
-    with one_rank():
-        return {
-            name: planned(without(case)) if case.optimizer or "attention_dropout" in case.config else plain(case)
-            for name, case in CASES.items()
-        }
+    if case.optimizer or "attention_dropout" in case.config:
+        return planned(replace(case, options={"latents": "off"}))
+    return plain(case)
 
 
 @pytest.fixture(scope="module")
-def outcomes(ranks: MegatronRanks) -> dict[str, list[Any]]:
-    """By layout, the outcomes of all ranks for all cases."""
-    with one_rank():
-        alone = [[planned(case) for case in CASES.values()]]
-    many = {name: ranks.run(tp * cp, on_ranks, tp, cp, list(CASES.values())) for name, (tp, cp) in LAYOUTS.items()}
-    return {"one rank": alone, **many}
+def expected(ranks: MegatronRanks) -> Runs:
+    return Runs(ranks, CASES, reference_step)
+
+
+@pytest.fixture(scope="module")
+def runs(ranks: MegatronRanks) -> Runs:
+    return Runs(ranks, CASES)
 
 
 @pytest.mark.parametrize("name", named(ALL_CASES))
-@pytest.mark.parametrize("layout", ["one rank", *LAYOUTS])
-def test_latents_equal_megatrons_own_attention(
-    layout: str, name: str, outcomes: dict[str, list[Any]], expected: dict[str, Any]
-) -> None:
-    for of_rank in outcomes[layout]:
-        assert_equal(dict(zip(CASES, of_rank, strict=True))[name], expected[name])
+@pytest.mark.parametrize("layout", ["one rank", "cp3", "tp2 x cp2"])
+def test_latents_equal_megatrons_own_attention(layout: str, name: str, runs: Runs, expected: Runs) -> None:
+    wanted = expected.alone(name)
+    outcomes = [{name: runs.alone(name)}] if layout == "one rank" else runs.on(LAYOUTS[layout])
+    for outcome in outcomes:
+        assert_equal(outcome[name], wanted)
 
 
-def test_sequence_parallelism(ranks: MegatronRanks) -> None:
+def test_sequence_parallel_ranks_equal_megatrons_own_attention(ranks: MegatronRanks) -> None:
     config = {**LATENT, "qk_layernorm": True}
-    with one_rank():
-        wanted = plain(Case(ODD, config=config))
+    plain_case = Case(ODD, config=config)
     case = Case(ODD, config={**config, "sequence_parallel": True}, **ON)
-    for (outcome,) in ranks.run(4, on_ranks, 2, 2, [case]):
-        assert_equal(outcome, wanted)
+    equal_to_one_rank(ranks, (2, 2), {"latents": (case, plain_case)}, plain)
 
 
 def test_attention_of_a_model_says_what_its_latents_are() -> None:

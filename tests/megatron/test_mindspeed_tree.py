@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_cp.megatron.beside_mindspeed import MINDSPEED_RULES, REPLACEMENTS
+from mindspeed_cp.megatron.mindspeed_compat import MINDSPEED_RULES, replacements
 
 #: Modules of Megatron in which every attribute that MindSpeed replaces must have a row.
 WATCHED = (
@@ -80,7 +80,7 @@ def line_of(tree: Path) -> str:
 def test_every_replaced_attribute_near_attention_has_a_row(tree: Path) -> None:
     replaced = {words[0] for words in calls(tree, "register_patch") if words}
     assert len(replaced) > 150
-    rows = {name for row in REPLACEMENTS for name in row.names}
+    rows = {name for row in replacements() for name in row.names}
     assert {name for name in replaced if name.startswith(WATCHED)} - rows == set()
 
 
@@ -88,7 +88,7 @@ def test_a_row_is_about_what_the_tree_replaces(tree: Path) -> None:
     """Each row names this tree's line exactly if the tree replaces one of its attributes."""
     line = line_of(tree)
     replaced = {words[0] for words in calls(tree, "register_patch") if words}
-    wrong = [row.names[0] for row in REPLACEMENTS if (line in row.lines) != bool(replaced.intersection(row.names))]
+    wrong = [row.names[0] for row in replacements() if (line in row.lines) != bool(replaced.intersection(row.names))]
     assert wrong == []
 
 

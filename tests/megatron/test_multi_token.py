@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from inspect import signature
 from typing import Any
 
@@ -21,32 +22,29 @@ from mindspeed_cp.megatron import (
 )
 from mindspeed_cp.megatron.adaptors import model as model_module
 from mindspeed_cp.megatron.adaptors.multi_token import PlannedRolls
-from mindspeed_cp.megatron.patches.multi_token import PACKED
 from tests.layout.test_roll import dense_roll
 from tests.megatron.gpt import (
     Case,
-    Outcome,
     Suite,
     available,
     build,
     data,
     layer_spec,
-    on_ranks,
     one_rank,
     planned,
     transformer_config,
 )
-from tests.megatron.models import EXPERTS, FULL, HAS_PLANNED_ROUTER, LATENT, SELECTIVE
+from tests.megatron.models import EXPERTS, FULL, HAS_PLANNED_ROUTER, LATENT, NEEDS_PACKED, SELECTIVE
 from tests.megatron.oracle import plain
 from tests.megatron.packed import plain_params
 from tests.megatron.ranks import MegatronRanks
-from tests.megatron.test_gpt import MORE, RAGGED, assert_equal
+from tests.megatron.runs import LAYOUTS, Runs, assert_equal, equal_to_one_rank
+from tests.megatron.test_gpt import MORE, RAGGED
 
 with megatron_imports():
     from megatron.core.models.gpt import gpt_model
     from megatron.core.transformer import multi_token_prediction
 
-NEEDS_PACKED = pytest.mark.skipif(not PACKED, reason="before 0.16 Megatron-core refuses packed_seq_params there")
 HAS_LOSS_FUNCTION = hasattr(multi_token_prediction, "process_mtp_loss")
 TAKES_TOKENS = HAS_LOSS_FUNCTION and "input_ids" in signature(multi_token_prediction.process_mtp_loss).parameters
 
@@ -78,75 +76,51 @@ CASES = available(
         ),
     }
 )
-FEW = ("one layer", "two layers, balanced", "three layers, hierarchical", "ranks without tokens")
-MAIN = (*FEW, "linear layout", "uneven mask", "cut by a data loader", "full recompute", "dropout, selective recompute")
-LAYOUTS = {"cp2": (1, 2), "cp3": (1, 3), "tp2 x cp2": (2, 2)}
-
-
-def assert_same(actual: Outcome, expected: Outcome) -> None:
-    """Main loss, losses of later tokens, and gradients."""
-    assert_equal(actual, expected)
-    assert len(expected.later_losses) > 0
-    assert actual.later_losses == pytest.approx(expected.later_losses, rel=1e-5, abs=1e-7)
 
 
 @pytest.fixture(scope="module")
-def reference() -> dict[str, Outcome]:
-    """Every case on one rank."""
-    with one_rank():
-        return {name: planned(case) for name, case in CASES.items()}
+def runs(ranks: MegatronRanks) -> Runs:
+    return Runs(ranks, CASES)
 
 
 @NEEDS_PACKED
-@pytest.mark.parametrize(
-    ("layout", "names"),
-    [
-        ("cp2", FEW),
-        ("cp3", MAIN),
-        pytest.param("cp2", tuple(CASES), marks=pytest.mark.thorough),
-        pytest.param("cp3", tuple(CASES), marks=pytest.mark.thorough),
-        pytest.param("tp2 x cp2", tuple(CASES), marks=pytest.mark.thorough),
-    ],
-    ids=["cp2", "cp3", "cp2, all", "cp3, all", "tp2 x cp2"],
-)
-def test_any_layout_equals_one_rank(
-    layout: str, names: tuple[str, ...], ranks: MegatronRanks, reference: dict[str, Outcome]
-) -> None:
-    tp, cp = LAYOUTS[layout]
-    for outcomes in ranks.run(tp * cp, on_ranks, tp, cp, [CASES[name] for name in names]):
-        for name, outcome in zip(names, outcomes, strict=True):
-            assert_same(outcome, reference[name])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("layout", ["cp3", pytest.param("tp2 x cp2", marks=pytest.mark.thorough)])
+def test_any_layout_equals_one_rank(layout: str, name: str, runs: Runs) -> None:
+    assert len(runs.alone(name).later_losses) > 0
+    runs.check(name, LAYOUTS[layout])
 
 
 @NEEDS_PACKED
-def test_sequence_parallelism_and_experts(ranks: MegatronRanks) -> None:
+def test_sequence_parallelism_and_experts_equal_one_rank(ranks: MegatronRanks) -> None:
     """Ranks get rows of padding here, which routers must not count."""
+    configs = {"dense": TWO, "experts": {**TWO, **EXPERTS}} if HAS_PLANNED_ROUTER else {"dense": TWO}
     batches = (RAGGED, (1, 2, 1))
-    configs = [TWO, {**TWO, **EXPERTS}] if HAS_PLANNED_ROUTER else [TWO]
-    with one_rank():
-        expected = [planned(Case(batches, config=config)) for config in configs]
-    cases = [Case(batches, config={**config, "sequence_parallel": True}) for config in configs]
-    for outcomes in ranks.run(4, on_ranks, 2, 2, cases):
-        for outcome, expected_outcome in zip(outcomes, expected, strict=True):
-            assert_same(outcome, expected_outcome)
+    cases = {
+        name: (Case(batches, config={**config, "sequence_parallel": True}), Case(batches, config=config))
+        for name, config in configs.items()
+    }
+    equal_to_one_rank(ranks, (2, 2), cases)
 
 
 @NEEDS_PACKED
-def test_one_rank_rolls_as_megatron_does(reference: dict[str, Outcome], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_rolls_as_megatron_does(runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without any patch, Megatron rolls the documents of cu_seqlens on one rank."""
-    monkeypatch.setattr(model_module, "install_multi_token", lambda *_: None)
     names = ["one layer", "two layers, balanced", "uneven mask", "learned positions", "latent"]
+    outcomes = {name: runs.alone(name) for name in names}
+    monkeypatch.setattr(model_module, "install_multi_token", lambda *_: None)
     with one_rank():
         for name in names:
-            assert_same(planned(CASES[name]), reference[name])
+            assert_equal(planned(CASES[name]), outcomes[name])
 
 
 @NEEDS_PACKED
 @pytest.mark.skipif(HAS_LOSS_FUNCTION, reason="from 0.17 on losses are weighed by what shares a micro-batch")
-def test_each_document_alone_gives_the_same(reference: dict[str, Outcome]) -> None:
+def test_each_document_alone_gives_the_same() -> None:
     case = Case((RAGGED, MORE), config=TWO)
     with one_rank():
-        assert_equal(planned(case), plain(case))
+        alone = plain(case)
+        assert_equal(replace(planned(case), later_losses=()), alone)
 
 
 @pytest.mark.skipif(not TAKES_TOKENS, reason="before 0.19 Megatron-core needs labels there")
@@ -166,17 +140,17 @@ def test_labels_that_are_not_given_are_the_next_tokens(alone: None, monkeypatch:
 
 
 @NEEDS_PACKED
-def test_the_cases_tell_rolls_apart(reference: dict[str, Outcome]) -> None:
+def test_the_cases_tell_rolls_apart(runs: Runs) -> None:
     """The comparisons above would be worth nothing if later tokens hardly mattered."""
+    expected = runs.alone("one layer")
     with one_rank():
         without = planned(Case((RAGGED, MORE), config=dict(mtp_num_layers=1, mtp_loss_scaling_factor=0.0)))
         merged = planned(Case(((sum(RAGGED),),), config=TWO))
-    expected = reference["one layer"]
     assert expected.loss == pytest.approx(without.loss, rel=1e-6)  # the losses of later tokens are not in it
     name = "embedding.word_embeddings.weight"
     assert np.abs(expected.tensors[name] - without.tensors[name]).max() > 1e-2 * np.abs(without.tensors[name]).max()
-    assert abs(merged.later_losses[0] - reference["full recompute"].later_losses[0]) > 1e-3
-    assert reference["nothing counts"].later_losses == (0.0, 0.0)
+    assert abs(merged.later_losses[0] - runs.alone("full recompute").later_losses[0]) > 1e-3
+    assert runs.alone("nothing counts").later_losses == (0.0, 0.0)
 
 
 def built(**changes: Any) -> tuple[Any, Any]:

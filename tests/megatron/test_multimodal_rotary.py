@@ -19,16 +19,14 @@ from mindspeed_cp.megatron import (
     planned_batch_from,
     planned_params,
 )
-from mindspeed_cp.megatron.adaptors.multimodal_rotary import MultimodalRotary
+from mindspeed_cp.megatron.adaptors.rotary import MultimodalRotary
 from mindspeed_cp.megatron.patches.multi_token import PACKED
 from tests.megatron.gpt import (
     Case,
-    Outcome,
     Suite,
     build,
     layer_spec,
     mrope_positions,
-    on_ranks,
     one_rank,
     planned,
     transformer_config,
@@ -37,7 +35,8 @@ from tests.megatron.models import FULL
 from tests.megatron.oracle import plain
 from tests.megatron.packed import ends, plain_params
 from tests.megatron.ranks import MegatronRanks
-from tests.megatron.test_gpt import MORE, RAGGED, assert_equal
+from tests.megatron.runs import LAYOUTS, Runs, assert_equal
+from tests.megatron.test_gpt import MORE, RAGGED
 
 with megatron_imports():
     from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
@@ -97,30 +96,28 @@ def test_rotation_is_megatrons_to_the_bit(variant: str, dtype: torch.dtype, alon
 
 
 @pytest.fixture(scope="module")
-def reference() -> dict[str, Outcome]:
-    with one_rank():
-        return {name: planned(case) for name, case in CASES.items()}
+def runs(ranks: MegatronRanks) -> Runs:
+    return Runs(ranks, CASES)
 
 
 @pytest.mark.parametrize("name", ["zig-zag", "sbhd"])
-def test_one_rank_equals_megatrons_own_mrope(name: str, reference: dict[str, Outcome]) -> None:
+def test_one_rank_equals_megatrons_own_mrope(name: str, runs: Runs) -> None:
     """Each document alone, through Megatron's own module and attention."""
+    outcome = runs.alone(name)
     with one_rank():
-        assert_equal(reference[name], plain(CASES[name]))
+        assert_equal(outcome, plain(CASES[name]))
 
 
-@pytest.mark.parametrize("cp", [pytest.param(2, marks=pytest.mark.thorough), 3])
-def test_any_layout_equals_one_rank(cp: int, ranks: MegatronRanks, reference: dict[str, Outcome]) -> None:
-    for outcomes in ranks.run(cp, on_ranks, 1, cp, list(CASES.values())):
-        for outcome, expected in zip(outcomes, reference.values(), strict=True):
-            assert_equal(outcome, expected)
-            assert outcome.later_losses == pytest.approx(expected.later_losses, rel=1e-5)
+@pytest.mark.parametrize("name", CASES)
+def test_three_ranks_equal_one(name: str, runs: Runs) -> None:
+    runs.check(name, LAYOUTS["cp3"])
 
 
-def test_the_model_sees_height_and_width(reference: dict[str, Outcome]) -> None:
+def test_the_model_sees_height_and_width(runs: Runs) -> None:
+    outcome = runs.alone("zig-zag")
     with one_rank():
         text = planned(Case((RAGGED, MORE)))
-    assert abs(reference["zig-zag"].loss - text.loss) > 1e-3
+    assert abs(outcome.loss - text.loss) > 1e-3
 
 
 def whole_batch() -> dict[str, torch.Tensor]:

@@ -6,7 +6,6 @@ It has the same loss and gradients as with every document alone, and tells what 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -17,24 +16,22 @@ from mindspeed_cp.megatron import install, install_model, megatron_imports
 from tests.megatron.gpt import (
     VOCABULARY,
     Case,
-    Outcome,
     Suite,
     available,
     build,
     layer_spec,
     megatron,
     named,
-    on_ranks,
     one_rank,
     planned,
     transformer_config,
 )
 from tests.megatron.models import FULL, LATENT, SELECTIVE
 from tests.megatron.oracle import plain
-from tests.megatron.packed import cut_batch, plain_params, zigzag_rows
+from tests.megatron.packed import cut_batch, zigzag_rows
 from tests.megatron.ranks import MegatronRanks
-from tests.megatron.test_gpt import MORE, RAGGED, assert_equal, has_oracle
-from tests.processes import RankError
+from tests.megatron.runs import LAYOUTS, Runs, assert_equal, equal_to_one_rank
+from tests.megatron.test_gpt import MORE, RAGGED, has_oracle
 
 with megatron_imports():
     from megatron.core import parallel_state
@@ -74,62 +71,37 @@ CASES = available(ALL_CASES)
 
 
 @pytest.fixture(scope="module")
-def reference() -> dict[str, Outcome]:
-    """Every case on one rank, as it is on several."""
-    with one_rank():
-        return {name: planned(case) for name, case in CASES.items()}
-
-
-@pytest.fixture(scope="module")
-def parallel(ranks: MegatronRanks) -> Callable[[int], list[dict[str, Outcome]]]:
-    """Every case on cp ranks, run once for all tests: the outcomes of every rank."""
-    done: dict[int, list[dict[str, Outcome]] | RankError] = {}
-
-    def run(cp: int) -> list[dict[str, Outcome]]:
-        if cp not in done:
-            try:
-                outcomes = ranks.run(cp, on_ranks, 1, cp, list(CASES.values()))
-                done[cp] = [dict(zip(CASES, each, strict=True)) for each in outcomes]
-            except RankError as error:
-                done[cp] = error
-        result = done[cp]
-        if isinstance(result, RankError):
-            raise result
-        return result
-
-    return run
+def runs(ranks: MegatronRanks) -> Runs:
+    return Runs(ranks, CASES)
 
 
 @pytest.mark.parametrize("name", named(ALL_CASES))
-def test_one_rank_equals_documents_alone(name: str, reference: dict[str, Outcome]) -> None:
+def test_one_rank_equals_documents_alone(name: str, runs: Runs) -> None:
+    expected = runs.alone(name)
     with one_rank():
         case = replace(CASES[name], packed=None, algorithm="ring", options={})
-        assert_equal(reference[name], plain(case) if has_oracle(case) else planned(case))
+        assert_equal(expected, plain(case) if has_oracle(case) else planned(case))
 
 
 @pytest.mark.parametrize("name", named(ALL_CASES))
-@pytest.mark.parametrize("cp", [*(pytest.param(cp, marks=pytest.mark.thorough) for cp in (2, 3)), 4])
-def test_any_number_of_ranks_equals_one(
-    cp: int, name: str, parallel: Callable[[int], list[dict[str, Outcome]]], reference: dict[str, Outcome]
-) -> None:
-    for outcomes in parallel(cp):
-        assert_equal(outcomes[name], reference[name])
+@pytest.mark.parametrize("layout", [pytest.param("cp3", marks=pytest.mark.thorough), "cp4"])
+def test_any_number_of_ranks_equals_one(layout: str, name: str, runs: Runs) -> None:
+    runs.check(name, LAYOUTS[layout])
 
 
 @pytest.mark.thorough
-def test_sequence_parallel_ranks_share_the_rows(ranks: MegatronRanks, reference: dict[str, Outcome]) -> None:
+def test_sequence_parallel_ranks_share_the_rows(ranks: MegatronRanks) -> None:
     names = ["documents", "padded", "row", "whole"]
-    cases = [replace(CASES[name], config=dict(sequence_parallel=True)) for name in names]
-    for outcomes in ranks.run(4, on_ranks, 2, 2, cases):
-        for name, outcome in zip(names, outcomes, strict=True):
-            assert_equal(outcome, reference[name])
+    cases = {name: (replace(CASES[name], config=dict(sequence_parallel=True)), CASES[name]) for name in names}
+    equal_to_one_rank(ranks, (2, 2), cases)
 
 
-def test_the_cases_can_tell_ways_to_cut_apart(reference: dict[str, Outcome]) -> None:
+def test_the_cases_can_tell_ways_to_cut_apart(runs: Runs) -> None:
     """The comparisons would be worth nothing if the borders of documents hardly counted."""
+    documents = runs.alone("documents")
     with one_rank():
         merged = planned(Case(tuple((sum(lengths),) for lengths in EQUAL)))
-    assert abs(merged.loss - reference["documents"].loss) > 1e-3
+    assert abs(merged.loss - documents.loss) > 1e-3
 
 
 def interleaved(rank: int, group: None, cp: int, sizes: list[list[int]], recompute: bool) -> list[bool]:
@@ -168,22 +140,6 @@ def interleaved(rank: int, group: None, cp: int, sizes: list[list[int]], recompu
 def test_micro_batches_in_flight_keep_their_documents(ranks: MegatronRanks, recompute: bool) -> None:
     for same in ranks.run(2, interleaved, 2, [[16, 8, 4], [4, 12, 4, 8]], recompute):
         assert same and all(same)
-
-
-def out_of_step(rank: int, group: None) -> str:
-    """Rank 1 is a batch ahead, with as many tokens."""
-    with megatron(cp=2):
-        config = transformer_config(cp=2)
-        model = install_model(build(config, install(layer_spec(config), Suite(context_parallel_size=2))))
-        tokens = torch.zeros(1, 16, dtype=torch.int64)
-        with pytest.raises(ConfigError) as error:
-            model(tokens, None, None, labels=tokens, packed_seq_params=plain_params([[20, 12], [12, 20]][rank]))
-        return str(error.value)
-
-
-def test_a_data_loader_out_of_step_is_found(ranks: MegatronRanks) -> None:
-    for text in ranks.run(2, out_of_step):
-        assert "documents: rank 0 has Documents([20, 12], tokens=32); rank 1 has" in text
 
 
 def cut_otherwise(rank: int, group: None) -> str:

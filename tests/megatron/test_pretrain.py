@@ -20,12 +20,10 @@ from mindspeed_cp.cli.case import read_case
 from mindspeed_cp.cli.options import SimulateOptions
 from mindspeed_cp.megatron import PlannedAttention, megatron_imports, pretrain
 from mindspeed_cp.megatron.adaptors.local import stage_arguments
-from mindspeed_cp.megatron.patches.multi_token import PACKED
-from mindspeed_cp.megatron.pretrain import losses as pretrain_losses
-from mindspeed_cp.megatron.pretrain import models
-from mindspeed_cp.megatron.pretrain import step as pretrain_step
-from mindspeed_cp.megatron.pretrain.start_line import start_line
+from mindspeed_cp.megatron.pretrain import layers, step
+from mindspeed_cp.megatron.pretrain.layers import banner
 from tests.megatron.gpt import VOCABULARY, Suite, build, transformer_config
+from tests.megatron.models import NEEDS_PACKED
 from tests.megatron.script_arguments import LENGTHS, TABLE, Stopwatch, rows
 
 with megatron_imports():
@@ -159,30 +157,30 @@ def test_a_wrapped_provider_installs_the_model(
     assert case.layer.bytes_per_element == 4 and case.attention.kv_heads == config.num_query_groups
 
 
-def test_what_will_run_is_told_layer_by_layer(run: Callable[..., Namespace], alone: None) -> None:
+def test_the_banner_names_the_attention_of_each_layer(run: Callable[..., Namespace], alone: None) -> None:
     args = run(reset_position_ids=False, reset_attention_mask=False)
     config = transformer_config(num_layers=4, window_size=(3, 0), window_attn_skip_freq=[0, 1, 1, 0])
     config.attention_dropout = 0.25
     model = build(config, pretrain.spec(config))
     suite = Suite(context_parallel_size=4, algorithm="double_ring", cp_window_size=2)
-    line = start_line([model], args, suite)
+    line = banner([model], args, suite)
     assert line == (
         "mindspeed-cp: double_ring, cp_window_size 2 over 4 context-parallel ranks; layer 1: causal, dropout 0.25; "
         "layers 2-3: causal, window (3, 0), dropout 0.25; layer 4: causal, dropout 0.25; documents: each row of "
         "Megatron's data sets is one"
     )
     piped = Namespace(**{**vars(args), "pipeline_model_parallel_size": 2})
-    assert "these are the layers of the first of 2 pipeline stages; documents" in start_line([model], piped, suite)
+    assert "these are the layers of the first of 2 pipeline stages; documents" in banner([model], piped, suite)
     for name in ("sft", "dataloader_inter_document_masking"):
         flagged = Namespace(**{**vars(args), name: True})
-        assert start_line([model], flagged, suite).endswith(f"documents: by cu_seqlens (--{name.replace('_', '-')})")
+        assert banner([model], flagged, suite).endswith(f"documents: by cu_seqlens (--{name.replace('_', '-')})")
 
 
-@pytest.mark.skipif(not PACKED, reason="before 0.16 Megatron-core refuses packed_seq_params there")
+@NEEDS_PACKED
 def test_megatrons_builder_gets_planned_layers_of_later_tokens(
     run: Callable[..., Namespace], alone: None, monkeypatch: Any
 ) -> None:
-    args = run(mtp_num_layers=1, spec=list(models.SPEC))
+    args = run(mtp_num_layers=1, spec=list(layers.SPEC))
     config = transformer_config(mtp_num_layers=1)
     builders: Any = ModuleType("gpt_builders")
     builders.GPTModel = GPTModel
@@ -197,7 +195,7 @@ def test_megatrons_builder_gets_planned_layers_of_later_tokens(
         )  # fmt: skip
 
     model = pretrain.wrap_model_provider(gpt_builder)()
-    assert builders.GPTModel is GPTModel and args.spec == list(models.SPEC) and specs == [None]
+    assert builders.GPTModel is GPTModel and args.spec == list(layers.SPEC) and specs == [None]
     assert [m.number_in_model for m in model.modules() if isinstance(m, PlannedAttention)] == [1, 2, 3]
     losses, _ = pretrain.forward_step(iter([rows()]), model)
     assert losses.isfinite().all()
@@ -217,7 +215,7 @@ def test_batch_and_model_are_timed_for_megatrons_detector_of_slow_ranks(
     run: Callable[..., Namespace], alone: None, monkeypatch: Any
 ) -> None:
     watch = Stopwatch()
-    monkeypatch.setattr(pretrain_step.StragglerDetector, "_instance", watch)
+    monkeypatch.setattr(step.StragglerDetector, "_instance", watch)
     model = pretrain.wrap_model_provider(lambda: build(transformer_config(), pretrain.spec))()
     pretrain.forward_step(iter([rows()]), model)
     assert watch.timed == ["batch", "model"]
@@ -262,25 +260,23 @@ def test_a_loss_that_is_no_number_stops_the_run_if_it_is_checked(
 
 
 @pytest.mark.parametrize(
-    ("sft", "training", "version", "averaged"),
+    ("sft", "training", "averaged"),
     [
-        (False, False, "0.16.1", False),
-        (True, True, "0.16.1", False),
-        (True, True, "0.14.0", True),
-        (True, False, "0.16.1", True),
-        (True, None, "0.16.1", True),  # no model to ask
+        (False, False, False),
+        (True, True, False),
+        (True, False, True),
+        (True, None, True),  # no model to ask
     ],
 )
 @pytest.mark.parametrize("sums", [False, True])
 def test_a_report_is_summed_where_the_loop_does_not(
     run: Callable[..., Namespace], alone: None, monkeypatch: Any, sums: bool, sft: bool, training: bool | None,
-    version: str, averaged: bool,
+    averaged: bool,
 ) -> None:  # fmt: skip
     run(sft=sft)
     model = None if training is None else torch.nn.Identity().train(training)
-    monkeypatch.setattr(pretrain_losses.megatron.core, "__version__", version)
-    monkeypatch.setattr(pretrain_losses.SPAN, "LOOP_SUMS_REPORTS", sums)
-    monkeypatch.setattr(pretrain_losses.dist, "all_reduce", lambda tensor, group: tensor.mul_(2))  # two equal ranks
+    monkeypatch.setattr(step.versions, "SUMS_OVER_RANKS", sums)
+    monkeypatch.setattr(step.dist, "all_reduce", lambda tensor, group: tensor.mul_(2))  # two equal ranks
     total, count, report = pretrain.loss_func(torch.ones(1, 3), torch.tensor([[1.0, 2.0, 4.0]]), model)
     assert (total.item(), int(count)) == (7.0, 3)
     assert isinstance(report["lm loss"], torch.Tensor) == sums

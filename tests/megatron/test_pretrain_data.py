@@ -114,13 +114,6 @@ def test_all_tensor_parallel_ranks_get_the_documents_of_the_first(
     }
 
 
-def test_rows_without_documents_are_one_each(run: Callable[..., Namespace], alone: None) -> None:
-    run(reset_position_ids=False, reset_attention_mask=False)
-    whole = {**rows(), "position_ids": torch.arange(24).repeat(2, 1)}
-    _, params = pretrain.get_batch(iter([whole]), transformer_config())
-    assert params.plan is not None and params.plan.documents.lengths.tolist() == [24, 24]
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -17,6 +17,7 @@ from mindspeed_cp import ConfigError, Documents
 from mindspeed_cp.data.pool import PoolModel
 from mindspeed_cp.megatron import pretrain, shift_labels
 from tests.megatron.gpt import VOCABULARY, megatron, transformer_config
+from tests.megatron.models import NEEDS_PACKED
 from tests.megatron.ranks import MegatronRanks
 from tests.megatron.script_arguments import stand_in
 from tests.megatron.test_pretrain_script import assert_equal, losses
@@ -86,10 +87,10 @@ def test_the_ranks_of_all_replicas_hold_all_rows_once(ranks: MegatronRanks, plan
             dict(num_experts=4, moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.1),
             "moe_aux_loss_coeff is 0.1: aux_loss is a loss of whole micro-batches",
         ),
-        (dict(mtp_num_layers=1), "mtp_num_layers is 1; valid with it: None"),
+        pytest.param(dict(mtp_num_layers=1), "mtp_num_layers is 1; valid with it: None", marks=NEEDS_PACKED),
     ],
 )
-def test_what_the_pool_does_not_compute_is_refused(
+def test_the_pool_refuses_other_algorithms_and_losses_of_micro_batches(
     run: Callable[..., Namespace], changes: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):

@@ -13,10 +13,10 @@ from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology
 from mindspeed_cp.algorithms.linear_layout import LINEAR_LAYOUT_MODES, with_linear_layout
 from mindspeed_cp.megatron import planned_batch, planned_params
 from mindspeed_cp.megatron.adaptors.hidden import HiddenMove
-from tests.megatron.gpt import Case, Outcome, available, on_ranks, one_rank, planned
+from tests.megatron.gpt import Case, available
 from tests.megatron.models import EXPERTS, FULL, LATENT, SELECTIVE
 from tests.megatron.ranks import MegatronRanks
-from tests.megatron.test_gpt import assert_equal
+from tests.megatron.runs import LAYOUTS, Runs, assert_equal, equal_to_one_rank
 
 LONG = (90, 3, 5, 1, 0, 14, 2)  # balanced by work, ranks hold between 22 and 30 of these tokens
 MORE = (1, 50, 3, 0, 7)
@@ -37,65 +37,43 @@ ALL_CASES = {
 }
 CASES = available(ALL_CASES)
 SHARED = {"grouped queries": {}, "latent": LATENT, "dropout, full recompute": {"attention_dropout": 0.3, **FULL}}
-SIZES = {"cp2": (1, 2), "cp4": (1, 4), "tp2 x cp2": (2, 2)}
 
 
 @pytest.fixture(scope="module")
-def reference() -> dict[str, Outcome]:
+def reference(ranks: MegatronRanks) -> Runs:
     """Every case on one rank: nothing is cut and nothing moves."""
-    with one_rank():
-        return {name: planned(case) for name, case in CASES.items()}
+    return Runs(ranks, CASES)
 
 
-def runs(mode: str) -> dict[str, Case]:
-    """The cases that have this mode."""
-    return {
-        name: replace(case, remap=mode) for name, case in CASES.items() if (name, mode) != ("split heads", "hidden")
-    }
+@pytest.fixture(scope="module", params=LINEAR_LAYOUT_MODES)
+def moved(request: pytest.FixtureRequest, ranks: MegatronRanks) -> Runs:
+    """The cases that have a mode, in it."""
+    names = [name for name in CASES if (name, request.param) != ("split heads", "hidden")]
+    return Runs(ranks, {name: replace(CASES[name], remap=request.param) for name in names})
 
 
-#: By default one mode has four ranks, the other two.
-SIZES_OF_MODES = [
-    pytest.param(size, mode, marks=() if size == default else pytest.mark.thorough)
-    for mode, default in zip(LINEAR_LAYOUT_MODES, ("cp4", "cp2"), strict=True)
-    for size in SIZES
-]
-
-
-@pytest.mark.parametrize(("size", "mode"), SIZES_OF_MODES)
-def test_loss_and_gradients_are_those_of_one_rank(
-    size: str, mode: str, ranks: MegatronRanks, reference: dict[str, Outcome]
-) -> None:
-    tp, cp = SIZES[size]
-    cases = runs(mode)
-    for outcomes in ranks.run(tp * cp, on_ranks, tp, cp, list(cases.values())):
-        for name, outcome in zip(cases, outcomes, strict=True):
-            assert_equal(outcome, reference[name])
+@pytest.mark.parametrize("layout", ["cp4", pytest.param("tp2 x cp2", marks=pytest.mark.thorough)])
+def test_loss_and_gradients_are_those_of_one_rank(layout: str, moved: Runs, reference: Runs) -> None:
+    for outcomes in moved.on(LAYOUTS[layout]):
+        for name, outcome in outcomes.items():
+            assert_equal(outcome, reference.alone(name))
 
 
 @pytest.mark.parametrize("mode", LINEAR_LAYOUT_MODES)
 def test_sequence_parallel_ranks_move_their_shares(mode: str, ranks: MegatronRanks) -> None:
-    batches = (LONG, MORE, (1, 2, 1))
-    plain = [Case(batches, **BALANCED, config=config) for config in SHARED.values()]
-    with one_rank():
-        expected = [planned(case) for case in plain]
-    cases = [replace(case, remap=mode, config={**case.config, "sequence_parallel": True}) for case in plain]
-    for outcomes in ranks.run(4, on_ranks, 2, 2, cases):
-        for outcome, expected_outcome in zip(outcomes, expected, strict=True):
-            assert_equal(outcome, expected_outcome)
+    plain = {name: Case((LONG, MORE, (1, 2, 1)), **BALANCED, config=config) for name, config in SHARED.items()}
+    cases = {
+        name: (replace(case, remap=mode, config={**case.config, "sequence_parallel": True}), case)
+        for name, case in plain.items()
+    }
+    equal_to_one_rank(ranks, (2, 2), cases)
 
 
 @pytest.mark.parametrize("mode", LINEAR_LAYOUT_MODES)
-@pytest.mark.parametrize(("tp", "cp", "ep"), [pytest.param(1, 2, 2, marks=pytest.mark.thorough), (2, 2, 2)])
-def test_experts_count_the_tokens_of_the_linear_layout(
-    mode: str, tp: int, cp: int, ep: int, ranks: MegatronRanks
-) -> None:
+def test_experts_count_the_tokens_of_the_linear_layout(mode: str, ranks: MegatronRanks) -> None:
     plain = Case((LONG, MORE, (1, 2, 1)), **BALANCED, config=EXPERTS)
-    with one_rank():
-        expected = planned(plain)
-    case = replace(plain, remap=mode, config={**EXPERTS, "sequence_parallel": tp > 1})
-    for outcomes in ranks.run(tp * cp, on_ranks, tp, cp, [case], ep):
-        assert_equal(outcomes[0], expected)
+    case = replace(plain, remap=mode, config={**EXPERTS, "sequence_parallel": True})
+    equal_to_one_rank(ranks, (2, 2, 2), {"experts": (case, plain)})
 
 
 def plan_of(lengths: tuple[int, ...] = LONG, ranks: int = 4) -> Plan:
@@ -144,7 +122,7 @@ def test_batches_without_a_linear_layout_pass_the_hooks() -> None:
         assert move.after(None, (), {"packed_seq_params": params}, torch.zeros(1)) is None  # type: ignore[arg-type]
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_linear_layouts_refuse_sbhd_and_other_rows() -> None:
     hidden = with_linear_layout(plan_of((90, 6, 6, 6), 4), "hidden")
     with pytest.raises(ConfigError, match="batch_size is 2, but the plan has a linear layout of its own"):
         planned_params(hidden, 0, "sbhd", batch_size=2)

@@ -34,7 +34,7 @@ def test_a_diff_changes_at_most_five_lines(version: str) -> None:
 
 
 @pytest.mark.parametrize("version", DIFFS)
-def test_what_a_diff_names_is_there(version: str) -> None:
+def test_a_diff_names_functions_of_pretrain(version: str) -> None:
     added = changed_lines(DIFFS[version])
     assert added[0] == "from mindspeed_cp.megatron import pretrain as planned"
     names = {name for line in added for name in re.findall(r"planned\.(\w+)", line)}

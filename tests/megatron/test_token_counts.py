@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from mindspeed_cp import ConfigError
 from mindspeed_cp.megatron import loss_function, megatron_imports
-from mindspeed_cp.megatron.adaptors.token_counts import LossKind, compare_token_counts, problem_of_counts
-from mindspeed_cp.megatron.patches.spans import SPAN
+from mindspeed_cp.megatron.adaptors.loss import LossKind, compare_token_counts, problem_of_counts
+from mindspeed_cp.megatron.patches import versions
 from tests.megatron.gpt import Case, megatron, planned
 from tests.megatron.ranks import MegatronRanks
 
@@ -58,7 +58,7 @@ NONE, SUM, MEAN, OTHER, UNKNOWN = LossKind
         ([5], [5], [SUM], False, None),
     ],
 )  # fmt: skip
-def test_which_counts_are_wrong(
+def test_a_count_that_contradicts_the_gradients_is_refused(
     counts: list[int], counted: list[int], kinds: list[int], megatron_sums: bool, expected: str | None
 ) -> None:
     problem = problem_of_counts(counts, counted, kinds, megatron_sums, len(counts))
@@ -69,7 +69,7 @@ def by_the_other_rule(mask: torch.Tensor, losses: torch.Tensor) -> Any:
     """Counts as another version of Megatron wants them."""
     total, _, report = loss_function(mask, losses)
     count = mask.count_nonzero().to(torch.int32)
-    if SPAN.SUMS_COUNTS:
+    if versions.SUMS_OVER_RANKS:
         dist.all_reduce(count, group=parallel_state.get_context_parallel_group())
     return total, count, report
 
@@ -92,7 +92,7 @@ def times_ranks(mask: torch.Tensor, losses: torch.Tensor) -> Any:
     count = mask.count_nonzero().to(torch.int32)
     group = parallel_state.get_context_parallel_group()
     dist.all_reduce(count, group=group)
-    return total * (group.size() if SPAN.SUMS_COUNTS else 1), count, report
+    return total * (group.size() if versions.SUMS_OVER_RANKS else 1), count, report
 
 
 def divided(mask: torch.Tensor, losses: torch.Tensor) -> Any:
@@ -100,7 +100,7 @@ def divided(mask: torch.Tensor, losses: torch.Tensor) -> Any:
     total, count, report = loss_function(mask, losses)
     group = parallel_state.get_context_parallel_group()
     count = count.clone()
-    if SPAN.SUMS_COUNTS:
+    if versions.SUMS_OVER_RANKS:
         dist.all_reduce(count, group=group)
     return total / count * len(CASE.batches) / group.size(), report
 
@@ -185,7 +185,7 @@ def errors_of_stages(rank: int, group: None, scale: float, per_token: float, gra
                 compare_token_counts(stage, parallel_state.get_context_parallel_group())
         config = stages[0].config
         config.grad_scale_func = lambda loss: loss * scale
-        count = torch.tensor(16 if SPAN.SUMS_COUNTS else 8, dtype=torch.int32)
+        count = torch.tensor(16 if versions.SUMS_OVER_RANKS else 8, dtype=torch.int32)
         for _ in range(2):
             with torch.set_grad_enabled(grads):
                 losses = stages[1](stages[0](torch.ones(2, 4)))

@@ -34,20 +34,19 @@ from mindspeed_cp.megatron import (
 from tests.megatron.gpt import (
     VOCABULARY,
     Case,
-    Outcome,
     Suite,
     available,
     build,
     layer_spec,
     named,
-    on_ranks,
     one_rank,
     planned,
     transformer_config,
 )
-from tests.megatron.models import EXPERTS, FULL, LATENT, SIX_HEADS
+from tests.megatron.models import EXPERTS, FULL, LATENT, NEEDS_PACKED, SIX_HEADS
 from tests.megatron.ranks import MegatronRanks
-from tests.megatron.test_gpt import DROPOUT, ROPE, assert_equal
+from tests.megatron.runs import LAYOUTS, Runs, assert_equal, equal_to_one_rank
+from tests.megatron.test_gpt import DROPOUT, ROPE
 
 with megatron_imports():
     from megatron.core import parallel_state
@@ -138,21 +137,23 @@ TREES_ONLY = {
     "float32 optimizer": replace(TREE, optimizer="float32", steps=2),
 }
 CASES = available({**ALL_CASES, **TREES_ONLY})
-LAYOUTS = {"cp3": (1, 3), "tp2 x cp2": (2, 2)}
+
+
+#: Experts under tensor parallelism need sequence parallelism.
+NAMES_OF_LAYOUTS = {"cp3": (), "tp2 x cp2": tuple(name for name in CASES if name != "experts")}
 
 
 @pytest.fixture(scope="module")
-def reference() -> dict[str, Outcome]:
-    """Every case on one rank."""
-    with one_rank():
-        return {name: planned(case) for name, case in CASES.items()}
+def runs(ranks: MegatronRanks) -> Runs:
+    return Runs(ranks, CASES)
 
 
 @pytest.mark.parametrize("name", named(ALL_CASES))
-def test_trees_give_the_loss_and_gradients_of_flat_trajectories(name: str, reference: dict[str, Outcome]) -> None:
+def test_trees_give_the_loss_and_gradients_of_flat_trajectories(name: str, runs: Runs) -> None:
+    trees = runs.alone(name)
     with one_rank():
         flat = planned(replace(CASES[name], forward=flat_step))
-    assert_equal(reference[name], flat)
+    assert_equal(trees, flat)
     assert flat.tokens == sum(
         np.count_nonzero((np.ones(len(tokens)) * weight)[1:])
         for (seed,) in CASES[name].batches
@@ -160,45 +161,17 @@ def test_trees_give_the_loss_and_gradients_of_flat_trajectories(name: str, refer
     )
 
 
-@pytest.fixture(scope="module")
-def parallel(ranks: MegatronRanks) -> Callable[[str], list[dict[str, Outcome]]]:
-    """Every case on the ranks of a layout, run once for all tests."""
-    done: dict[str, list[dict[str, Outcome]]] = {}
-
-    def run(layout: str) -> list[dict[str, Outcome]]:
-        if layout not in done:
-            tp, cp = LAYOUTS[layout]
-            cases = {name: case for name, case in CASES.items() if tp == 1 or name != "experts"}
-            outcomes = ranks.run(tp * cp, on_ranks, tp, cp, list(cases.values()))
-            done[layout] = [dict(zip(cases, each, strict=True)) for each in outcomes]
-        return done[layout]
-
-    return run
-
-
 @pytest.mark.parametrize("name", named({**ALL_CASES, **TREES_ONLY}))
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_layout_equals_one_rank(
-    layout: str,
-    name: str,
-    parallel: Callable[[str], list[dict[str, Outcome]]],
-    reference: dict[str, Outcome],
-) -> None:
-    if layout == "tp2 x cp2" and name == "experts":
-        pytest.skip("experts and tensor parallelism need sequence parallelism")
-    for outcomes in parallel(layout):
-        assert_equal(outcomes[name], reference[name])
+@pytest.mark.parametrize("layout", NAMES_OF_LAYOUTS)
+def test_any_layout_equals_one_rank(layout: str, name: str, runs: Runs) -> None:
+    if name in (NAMES_OF_LAYOUTS[layout] or CASES):
+        runs.check(name, LAYOUTS[layout], NAMES_OF_LAYOUTS[layout])
 
 
 def test_replicas_and_sequence_parallelism_equal_one_rank(ranks: MegatronRanks) -> None:
     """With rows of padding behind the tokens of a rank."""
-    cases = [TREE, replace(TREE, config=dict(sequence_parallel=True))]
-    with one_rank():
-        expected = planned(TREE)
-    for outcomes in ranks.run(4, on_ranks, 1, 2, cases[:1]):
-        assert_equal(outcomes[0], expected)
-    for outcomes in ranks.run(4, on_ranks, 2, 2, cases[1:]):
-        assert_equal(outcomes[0], expected)
+    equal_to_one_rank(ranks, (1, 2, 1, 4), {"replicas": (TREE, TREE)})
+    equal_to_one_rank(ranks, (2, 2), {"shares": (replace(TREE, config=dict(sequence_parallel=True)), TREE)})
 
 
 def packed_and_plan(seed: int = 1, cp: int = 1) -> tuple[PackedTrajectories, Plan]:
@@ -262,12 +235,14 @@ def test_a_tree_in_two_rows_of_a_micro_batch_is_refused() -> None:
 @pytest.mark.parametrize(
     ("config", "model", "words"),
     [
-        (dict(mtp_num_layers=1), {}, "set mtp_num_layers to None"),
+        pytest.param(dict(mtp_num_layers=1), {}, "set mtp_num_layers to None", marks=NEEDS_PACKED),
         (dict(mrope_section=[1, 1, 2]), dict(position_embedding_type="mrope"), "'mrope'"),
     ],
     ids=["multi-token prediction", "mrope"],
 )
-def test_what_a_tree_has_no_meaning_for_is_refused(config: dict[str, Any], model: dict[str, Any], words: str) -> None:
+def test_trees_refuse_multi_token_prediction_and_mrope(
+    config: dict[str, Any], model: dict[str, Any], words: str
+) -> None:
     from mindspeed_cp.megatron import local_mtp_spec
 
     packed, plan = packed_and_plan()

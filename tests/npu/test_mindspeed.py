@@ -263,16 +263,16 @@ def accepted(rank: int, size: int, tree: str, flags: tuple[str, ...]) -> str:
 
 
 def refusal(rank: int, size: int, tree: str, flags: tuple[str, ...]) -> str:
-    """The error of check_beside_mindspeed, or what this environment lacks for MindSpeed to import its patches."""
+    """The error of check_mindspeed, or what this environment lacks for MindSpeed to import its patches."""
     try:
         import_mindspeed(tree, flags)
     except ModuleNotFoundError as error:
         return f"lacks {error.name}, which MindSpeed imports for it"
     from mindspeed_cp import ConfigError
-    from mindspeed_cp.megatron.beside_mindspeed import check_beside_mindspeed
+    from mindspeed_cp.megatron.mindspeed_compat import check_mindspeed
 
     try:
-        check_beside_mindspeed()
+        check_mindspeed()
     except ConfigError as error:
         return str(error)
     return "nothing was refused"

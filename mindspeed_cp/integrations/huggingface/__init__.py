@@ -25,13 +25,15 @@ from mindspeed_cp.integrations.huggingface.plans import ModelPlans, RankPlans, b
 from mindspeed_cp.integrations.huggingface.registration import register
 from mindspeed_cp.integrations.huggingface.rows import gather_rows
 from mindspeed_cp.integrations.huggingface.trainer import PlannedCollator, RepeatedRows, planned_callback
-from mindspeed_cp.integrations.huggingface.tree_loss import (
+from mindspeed_cp.integrations.huggingface.trees import (
+    RankTargets,
+    planned_trajectories,
+    shard_trajectories,
     sum_weights,
     target_log_probs,
     trajectory_log_probs,
     tree_loss,
 )
-from mindspeed_cp.integrations.huggingface.trees import RankTargets, planned_trajectories, shard_trajectories
 
 __all__ = [
     "FAMILIES",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mindspeed_cp.comm import DEFAULT_TIMEOUT
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.integrations.huggingface.labels import IGNORED, check_vocabulary, masked_labels, shifted_labels
+from mindspeed_cp.integrations.huggingface.loss import IGNORED, check_vocabulary, masked_labels, shifted_labels
 from mindspeed_cp.integrations.huggingface.plans import ModelPlans, RankPlans, as_model_plans, build_plans
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import Topology

@@ -11,8 +11,13 @@ import torch.distributed as dist
 from mindspeed_cp.algorithms.plan_cache import PlanCache
 from mindspeed_cp.comm import DEFAULT_TIMEOUT, group_rank, group_size
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.integrations.huggingface.expansion import has_separate_expansion
-from mindspeed_cp.integrations.huggingface.families import FAMILIES, IMPLEMENTATION, attention_config, family_of
+from mindspeed_cp.integrations.huggingface.families import (
+    FAMILIES,
+    IMPLEMENTATION,
+    attention_config,
+    family_of,
+    has_separate_expansion,
+)
 from mindspeed_cp.layout import Documents, Layout
 from mindspeed_cp.plan import AttentionConfig, Plan, Topology
 

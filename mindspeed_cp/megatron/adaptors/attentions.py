@@ -1,17 +1,23 @@
-"""The attention of each layer of a Megatron model on one tensor-parallel rank: the third input of build_plan."""
+"""What plans are built and chosen by: the attention of each layer of a Megatron model on one tensor-parallel rank, and
+the sizes of its linear layers.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings import _yarn_get_mscale
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mindspeed_cp import AttentionConfig, ConfigError
-from mindspeed_cp.megatron.beside_mindspeed.origin import replaced_by
-from mindspeed_cp.megatron.patches.spans import SPAN
-from mindspeed_cp.plan import alibi_slopes
+from mindspeed_cp import ConfigError
+from mindspeed_cp.algorithms import algorithm_options
+from mindspeed_cp.cluster import LayerCost
+from mindspeed_cp.config import SuiteSettings
+from mindspeed_cp.megatron.mindspeed_compat import replaced_by
+from mindspeed_cp.megatron.patches import versions
+from mindspeed_cp.plan import AttentionConfig, alibi_slopes
 
 _LATENT_INIT = "megatron.core.transformer.multi_latent_attention.MultiLatentAttention.__init__"
 
@@ -122,7 +128,7 @@ def _widths(config: TransformerConfig) -> tuple[int, int, float | None]:
         return width, width, config.softmax_scale
     width = config.qk_head_dim + config.qk_pos_emb_head_dim
     # MindSpeed's layers scale by mscale in every version.
-    mscale = config.mscale if replaced_by(_LATENT_INIT) else SPAN.latent_factor_of_scale(config)
+    mscale = config.mscale if replaced_by(_LATENT_INIT) else versions.latent_factor_of_scale(config)
     concentration = _yarn_get_mscale(config.rotary_scaling_factor, mscale)  # as Megatron, RoPE or YaRN
     return width, config.v_head_dim, concentration * concentration / math.sqrt(width)
 
@@ -142,7 +148,7 @@ def _latent(config: TransformerConfig) -> tuple[int, int] | None:
 
 def _window(config: TransformerConfig, layer_number: int | None) -> tuple[int, int] | None:
     """Return the sliding window of a layer; None if window_attn_skip_freq makes it a layer of full attention."""
-    pattern = getattr(config, "window_attn_skip_freq", None)  # from Megatron 0.15 on
+    pattern = getattr(config, "window_attn_skip_freq", None)  # Megatron 0.12 has none
     window, layers = config.window_size, config.num_layers
     if window is None or pattern is None:
         return None if window is None else tuple(window)
@@ -175,3 +181,68 @@ def _rank(given: int | None, tp: int) -> int:
     if not 0 <= given < tp:
         raise ConfigError(f"tensor_parallel_rank is {given}; valid: 0 to {tp - 1}")
     return given
+
+
+def with_model_sizes(suite: SuiteSettings, config: TransformerConfig) -> SuiteSettings:
+    """Return the settings with the sizes of the model as options, where the algorithm costs linear layers and they are
+    not given."""
+    sizes = {
+        "hidden_size": config.hidden_size,
+        "ffn_hidden_size": _mean_ffn_hidden_size(config),
+        "tensor_model_parallel_size": config.tensor_model_parallel_size,
+        "sequence_parallel": bool(config.sequence_parallel),
+    }
+    known = algorithm_options(suite.algorithm)
+    return suite.model_copy(update={name: size for name, size in sizes.items() if name in known} | suite.options)
+
+
+def model_layer_cost(config: TransformerConfig, attention: AttentionConfig) -> LayerCost:
+    """Return the cost of the linear part of a layer on one tensor-parallel rank, whose attention is `attention`."""
+    tensor = config.tensor_model_parallel_size
+    return LayerCost.from_sizes(
+        config.hidden_size,
+        _mean_ffn_hidden_size(config),
+        attention.heads * tensor,
+        attention.kv_heads * tensor,
+        attention.head_dim,
+        attention.head_dim_v,
+        tensor_parallel=tensor,
+        sequence_parallel=bool(config.sequence_parallel),
+        bytes_per_element=2 if config.bf16 or config.fp16 else 4,
+    )
+
+
+def launch_settings(config: TransformerConfig) -> dict[str, Any]:
+    """Return the settings, by their keys, by which `mindspeed-cp simulate` models what a launch trains."""
+    settings = {
+        "model.num_layers": config.num_layers,
+        "model.hidden_size": config.hidden_size,
+        "model.ffn_hidden_size": _mean_ffn_hidden_size(config),
+        "model.num_attention_heads": config.num_attention_heads,
+    }
+    if config.multi_latent_attention:
+        names = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+        given = {f"model.{name}": getattr(config, name) for name in names if getattr(config, name) is not None}
+        settings |= {"model.multi_latent_attention": "true", "model.kv_channels": "null", **given}
+        settings["model.num_query_groups"] = config.num_attention_heads
+    else:
+        settings["model.num_query_groups"] = config.num_query_groups or config.num_attention_heads
+        settings["model.kv_channels"] = config.kv_channels or config.hidden_size // config.num_attention_heads
+    settings["train.bf16"] = "true" if config.bf16 or config.fp16 else "false"
+    settings["train.tensor_model_parallel_size"] = config.tensor_model_parallel_size
+    if config.sequence_parallel:
+        settings["train.sequence_parallel"] = "true"
+    return settings
+
+
+def _mean_ffn_hidden_size(config: TransformerConfig) -> int:
+    """Return the width of a gated MLP with the mean work per token of the layers, the experts of a token included."""
+    layers, dense = config.num_layers, config.ffn_hidden_size or 4 * config.hidden_size
+    experts = 0
+    if config.num_moe_experts:
+        pattern = config.moe_layer_freq
+        experts = sum(pattern) if isinstance(pattern, list) else len(range(0, layers, pattern))
+    routed = config.moe_router_topk * (config.moe_ffn_hidden_size or dense)
+    visited = routed + (config.moe_shared_expert_intermediate_size or 0)
+    matrices = 3 if config.gated_linear_unit else 2
+    return max(1, round((dense * (layers - experts) + visited * experts) / layers * matrices / 3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mindspeed_cp import ConfigError, Documents, Plan
-from mindspeed_cp.megatron.adaptors.multimodal_positions import mrope_rows
+from mindspeed_cp.megatron.adaptors.documents import mrope_rows
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams, RotaryTripwire
 
 FORMATS = ("thd", "sbhd")
@@ -199,8 +200,7 @@ def planned_batch(
             "the batch brings its own attention_mask; leave it out: the documents of the plan determine it"
         )
     total = params.linear.documents.tokens
-    positions = batch.get("position_ids")
-    sliced, wholes = {}, {}
+    wholes = {}
     for name, value in batch.items():
         if value is None or name == "position_ids":
             continue
@@ -212,15 +212,29 @@ def planned_batch(
                 f"{shapes[1]}"
             )
         wholes[name] = whole.reshape(-1)
-        sliced[name] = rows_of_rank(wholes[name], params)
-    device = next(iter(sliced.values())).device if sliced else torch.device("cpu")
-    if positions is None:
-        sliced["position_ids"] = positions_of_rank(params, device)
+    return cut_batch(wholes, batch.get("position_ids"), params), params
+
+
+def cut_batch(
+    wholes: dict[str, Tensor], mrope: Any, params: PlannedBatchParams, digest: int | None = None
+) -> dict[str, Tensor]:
+    """Return this rank's rows of a whole micro-batch with their positions; the parameters get its digest.
+
+    Args:
+        wholes: its tensors over tokens by name, [T, ...] each.
+        mrope: positions of time, height and width, [3, ...] (:func:`mrope_rows`); None: positions in documents.
+        params: parameters of the micro-batch.
+        digest: of the micro-batch; default: that of its tensors.
+    """
+    rows = {name: rows_of_rank(whole, params) for name, whole in wholes.items()}
+    device = next((x.device for x in rows.values()), torch.device("cpu"))
+    if mrope is None:
+        rows["position_ids"] = positions_of_rank(params, device)
     else:
-        wholes["position_ids"] = mrope_rows(positions, total)
-        sliced["position_ids"] = mrope_of_rank(wholes["position_ids"], params).to(device)
-    params.batch_digest = digest_of_batch(wholes)
-    return sliced, params
+        wholes = {**wholes, "position_ids": mrope_rows(mrope, params.linear.documents.tokens)}
+        rows["position_ids"] = mrope_of_rank(wholes["position_ids"], params).to(device)
+    params.batch_digest = digest_of_batch(wholes) if digest is None else digest
+    return rows
 
 
 def digest_of_batch(wholes: Mapping[str, Tensor]) -> int | None:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -16,15 +17,48 @@ from torch import Tensor
 from mindspeed_cp import AttentionConfig, ConfigError, Plan, context_parallel_attention
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.engine.call_agreement import CallAgreement
-from mindspeed_cp.megatron.adaptors.attentions import attention_config
-from mindspeed_cp.megatron.adaptors.equal_rows import params_of_equal_rows
-from mindspeed_cp.megatron.adaptors.model_sizes import with_model_sizes
+from mindspeed_cp.megatron.adaptors.attentions import attention_config, with_model_sizes
 from mindspeed_cp.megatron.adaptors.packed import PackedPlanner
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 from mindspeed_cp.megatron.adaptors.rotary import PlannedRotary, UncutGroup
-from mindspeed_cp.megatron.adaptors.settings import check_deterministic, check_model_config
-from mindspeed_cp.megatron.adaptors.sinks import learnable_sinks, sharded_sinks
+from mindspeed_cp.megatron.adaptors.settings import check_deterministic, check_model_config, check_one_algorithm
+from mindspeed_cp.megatron.adaptors.without_plan import params_of_equal_rows
 from mindspeed_cp.ops.attention import backend_from_settings
+
+
+def learnable_sinks(
+    config: TransformerConfig, first_head: int, heads: int, softmax_type: str
+) -> torch.nn.Parameter | None:
+    """Return the parameter of a layer with softmax_type "learnable", drawn as Megatron draws it; None for others.
+
+    Args:
+        config: the model's settings.
+        first_head, heads: query heads of this tensor-parallel rank.
+        softmax_type: "vanilla", "off-by-one" or "learnable".
+    """
+    if softmax_type != "learnable":
+        return None
+    whole = torch.zeros(config.num_attention_heads)
+    if config.perform_initialization:
+        config.init_method(whole)  # of all heads, so that they do not depend on the number of ranks
+    device = None if config.use_cpu_initialization or not torch.cuda.is_available() else torch.cuda.current_device()
+    own = whole[first_head : first_head + heads].to(device=device, dtype=config.params_dtype, copy=True)
+    sinks = torch.nn.Parameter(own)
+    # Heads are split over tensor parallelism: norms of gradients count all ranks' sinks.
+    set_tensor_model_parallel_attributes(sinks, True, 0, 1)
+    return sinks
+
+
+def sharded_sinks(module: MegatronModule, prefix: str, sharded_offsets: Any, metadata: Any) -> Any:
+    """Return the sharded state of a layer's sinks, split over tensor parallelism, as Megatron's DotProductAttention."""
+    from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+    state = {"softmax_offset": module.softmax_offset}
+    groups = {"tp_group": module.tp_group}
+    if metadata is not None and "dp_cp_group" in metadata:
+        groups["dp_cp_group"] = metadata["dp_cp_group"]
+    return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets, **groups)
+
 
 _MASKS = {
     AttnMaskType.causal: "causal",
@@ -52,8 +86,8 @@ class PlannedAttention(MegatronModule):
         softmax_scale: factor of q.k; default 1/sqrt(width of q).
         cp_comm_type: config.cp_comm_type, which check_model_config checks.
         k_channels, v_channels: width of q and k, and of v; default config.kv_channels.
-        pg_collection, model_comm_pgs: process groups, under the name of the installed version; `cp` carries keys and
-            values, `tp` splits heads. Default: those of parallel_state.
+        pg_collection: process groups; `cp` carries keys and values, `tp` splits heads. Default: those of
+            parallel_state.
         suite: the section context_parallel_suite.
         alibi: linear biases instead of rotary positions; the slopes are those of all the model's heads.
         packed_cut: how a data loader without plans cuts packed rows over the ranks, see :func:`install`.
@@ -80,7 +114,6 @@ class PlannedAttention(MegatronModule):
         k_channels: int | None = None,
         v_channels: int | None = None,
         pg_collection: Any = None,
-        model_comm_pgs: Any = None,
         *,
         suite: SuiteSettings,
         alibi: bool = False,
@@ -95,7 +128,7 @@ class PlannedAttention(MegatronModule):
                 f"attn_mask_type is {attn_mask_type.name}; valid with planned attention: "
                 f"{', '.join(t.name for t in _MASKS)}"
             )
-        groups = pg_collection or model_comm_pgs
+        groups = pg_collection
         cp_group = groups.cp if groups is not None else parallel_state.get_context_parallel_group()
         cp_group = cp_group.group if isinstance(cp_group, UncutGroup) else cp_group
         tp_group = groups.tp if groups is not None else parallel_state.get_tensor_model_parallel_group()
@@ -125,7 +158,7 @@ class PlannedAttention(MegatronModule):
         heads = self.attention.heads
         self.softmax_offset = learnable_sinks(config, tp_group.rank() * heads, heads, self.softmax_type)
         self.packed = PackedPlanner(with_model_sizes(suite, config), (self.attention,), packed_cut)
-        without_rope = getattr(config, "no_rope_freq", None)  # from Megatron 0.14 on
+        without_rope = getattr(config, "no_rope_freq", None)  # Megatron 0.12 has none
         self.rotates = not (without_rope and without_rope[layer_number - 1])
         self.installed = False
         self.rotary: PlannedRotary | None = None
@@ -252,11 +285,7 @@ class PlannedAttention(MegatronModule):
         Raises:
             ConfigError: rows do not say how the sequences were cut, or an algorithm has other tokens on this rank.
         """
-        if self.suite.candidates:
-            raise ConfigError(
-                "context_parallel_suite.candidates names algorithms, but rows of Megatron's own data loader all "
-                "take one; leave it out, or plan each row and pass planned_params(plan, rank)"
-            )
+        check_one_algorithm(self.suite, "rows of Megatron's own data loader", "pass planned_params(plan, rank)")
         ranks, rank, options = self.cp_group.size(), self.cp_group.rank(), tuple(self.suite.options.items())
         return params_of_equal_rows(rows, batch_size, ranks, rank, self.attention, self.suite.algorithm, options)
 

@@ -1,4 +1,4 @@
-"""Multi-latent attention whose rotation is left to PlannedAttention."""
+"""Multi-latent attention whose rotation is left to PlannedAttention, and whose latents may travel."""
 
 from __future__ import annotations
 
@@ -8,15 +8,108 @@ from typing import Any
 import megatron.core
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from torch import Tensor
+from torch.nn import functional as F
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.adaptors.core_attention import PlannedAttention
-from mindspeed_cp.megatron.adaptors.latent_projections import latent_projections
 from mindspeed_cp.megatron.adaptors.rotary import UncutGroup
-from mindspeed_cp.megatron.beside_mindspeed.rotation import without_rotation
-from mindspeed_cp.megatron.patches.spans import SPAN
+from mindspeed_cp.megatron.mindspeed_compat import without_rotation
+from mindspeed_cp.megatron.patches import versions
+from mindspeed_cp.megatron.patches.swap import replaced
+
+
+def latent_projections(layer: Any, hidden_states: Tensor, splits_positions: bool) -> tuple[Tensor, ...]:
+    """Return query, shared channels of the keys, and latent, none of them rotated; then what Megatron returns beside.
+
+    The same modules are called as in MLASelfAttention.get_query_key_value_tensors, in the same order, except that the
+    up-projection of keys and values returns its input as it reaches every tensor-parallel rank: readers apply the
+    weight. Gradients of the latent and of the shared channels are sums over this rank's heads, which are added up over
+    the tensor-parallel ranks where Megatron adds those of the up-projection's input.
+
+    Args:
+        layer: the MLASelfAttention.
+        hidden_states: [s, b, hidden], under sequence parallelism this rank's rows.
+        splits_positions: the projection down is split over tensor-parallel ranks.
+
+    Returns:
+        Query [s, b, heads, dim], shared channels [s, b, 1, channels] and latent [s, b, 1, channels].
+
+    Raises:
+        ConfigError: the up-projection has no plain weight.
+    """
+    config, width = layer.config, [layer.config.kv_lora_rank, layer.config.qk_pos_emb_head_dim]
+    compressed = hidden_states
+    if config.q_lora_rank is None:
+        q, _ = layer.linear_q_proj(hidden_states)
+    else:
+        compressed, _ = layer.linear_q_down_proj(hidden_states)
+        if compressed.shape[-1] != config.q_lora_rank:
+            compressed = gather_from_tensor_model_parallel_region(compressed)
+            compressed = scatter_to_sequence_parallel_region(compressed) if config.sequence_parallel else compressed
+        compressed = layer.q_layernorm(compressed)
+        q, _ = layer.linear_q_up_proj(compressed)
+    combined, _ = layer.linear_kv_down_proj(hidden_states)
+    if splits_positions:
+        latent, shared = gather_from_tensor_model_parallel_region(combined).split(width, -1)
+        latent = scatter_to_sequence_parallel_region(latent) if config.sequence_parallel else latent
+        shared = copy_to_tensor_model_parallel_region(shared)
+    else:
+        latent, shared = combined.split(width, -1)
+        shared = gather_from_sequence_parallel_region(shared) if config.sequence_parallel else shared
+    latent = layer.kv_layernorm(latent)
+    module = layer.linear_kv_up_proj
+    with replaced(module, "forward", lambda x: _input_of(module, x, config)):  # called, as hooks fetch its weight
+        whole = module(latent)
+    q = q.view(*q.shape[:-1], -1, config.qk_head_dim + config.qk_pos_emb_head_dim)
+    return q, shared.unsqueeze(-2), whole.unsqueeze(-2), compressed, latent
+
+
+def _input_of(module: Any, x: Tensor, config: Any) -> Tensor:
+    """Return the input of a projection that is split by columns as every tensor-parallel rank multiplies it; its
+    gradient is added up over them.
+
+    Raises:
+        ConfigError: the module has no weight, or a bias.
+    """
+    weight, bias = getattr(module, "weight", None), getattr(module, "bias", None)
+    if not isinstance(weight, Tensor) or (isinstance(bias, Tensor) and bias.numel()):
+        kind = "no weight of its own" if not isinstance(weight, Tensor) else "a bias"
+        raise ConfigError(
+            f"latents travel in this plan, but linear_kv_up_proj is a {type(module).__name__} with {kind}; valid: a "
+            "linear layer without bias, or context_parallel_suite.latents: 'off'"
+        )
+    if getattr(module, "layer_norm_weight", None) is not None:  # Transformer Engine's, with the norm in it
+        x = _normed(module, x)
+    if config.sequence_parallel:
+        gathered: Tensor = gather_from_sequence_parallel_region(x)
+        return gathered
+    copied: Tensor = copy_to_tensor_model_parallel_region(x)
+    return copied
+
+
+def _normed(module: Any, x: Tensor) -> Tensor:
+    """Return rows normed as a module does that norms its own input.
+
+    Raises:
+        ConfigError: by another norm than RMSNorm.
+    """
+    kind = getattr(module, "normalization", None)
+    if kind != "RMSNorm":
+        raise ConfigError(
+            f"latents travel in this plan, but linear_kv_up_proj norms its input by {kind!r}; valid: 'RMSNorm', or "
+            "context_parallel_suite.latents: 'off'"
+        )
+    gamma = module.layer_norm_weight.float()
+    gamma = gamma + 1.0 if getattr(module, "zero_centered_gamma", False) else gamma
+    return F.rms_norm(x.float(), (x.shape[-1],), gamma, module.eps).to(x.dtype)
 
 
 class PlannedMLASelfAttention(MLASelfAttention):
@@ -30,13 +123,12 @@ class PlannedMLASelfAttention(MLASelfAttention):
     core_attention: PlannedAttention
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        if SPAN.GROUPS is not None:
-            groups = copy.copy(kwargs.get(SPAN.GROUPS) or SPAN.all_groups())
+        if versions.GROUPS is not None:
+            groups = copy.copy(kwargs.get(versions.GROUPS) or versions.all_groups())
             groups.cp = UncutGroup(groups.cp)
-            kwargs[SPAN.GROUPS] = groups
-        with SPAN.uncut_tables():
-            super().__init__(*args, **kwargs)
-        if SPAN.GROUPS is not None:
+            kwargs[versions.GROUPS] = groups
+        super().__init__(*args, **kwargs)
+        if versions.GROUPS is not None:
             self.rotary_pos_emb.cp_group = groups.cp
         self.core_attention.use_up_projection(self.linear_kv_up_proj)
 
@@ -64,7 +156,7 @@ class PlannedMLASelfAttention(MLASelfAttention):
                 "planned attention trains and evaluates only; generate with a model built from the original spec"
             )
         if packed_seq_params is not None and packed_seq_params.qkv_format != "thd":
-            problem = SPAN.latent_rows(hidden_states.shape[1])
+            problem = versions.latent_rows(hidden_states.shape[1])
             if problem is not None:
                 raise ConfigError(
                     f"qkv_format is {packed_seq_params.qkv_format!r} with {hidden_states.shape[1]} sequences; valid in "
@@ -81,7 +173,7 @@ class PlannedMLASelfAttention(MLASelfAttention):
                 key = _SumOfPositions.apply(key, self.config.qk_head_dim, self.core_attention.tp_group)
         if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
             query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
-        return query, key, value, *rest
+        return (query, key, value) if versions.IS_0_12 else (query, key, value, *rest)
 
     def _run_core_attention(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **others: Any

@@ -19,8 +19,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import nn
 
-from mindspeed_cp.megatron.beside_mindspeed.origin import replaced_by
-from mindspeed_cp.megatron.patches.spans import SPAN
+from mindspeed_cp.megatron.mindspeed_compat import replaced_by
+from mindspeed_cp.megatron.patches import versions
 
 
 def local_spec(
@@ -75,7 +75,7 @@ def local_mtp_spec(config: TransformerConfig, spec: Any, vp_stage: int | None = 
 
 
 def stage_arguments(function: Callable[..., Any], vp_stage: int | None) -> dict[str, Any]:
-    """Return the keyword that tells a function of Megatron the virtual stage; before 0.14 it asks parallel_state."""
+    """Return the keyword that tells a function of Megatron the virtual stage; 0.12 asks parallel_state."""
     return {"vp_stage": vp_stage} if "vp_stage" in inspect.signature(function).parameters else {}
 
 
@@ -109,7 +109,7 @@ class DrawnExperts(SequentialMLP):
         submodules: MLPSubmodules,
         **groups: Any,
     ) -> None:
-        given = groups.get(SPAN.GROUPS)
+        given = groups.get(versions.GROUPS) if versions.GROUPS is not None else None
         ep = given.ep if given is not None else parallel_state.get_expert_model_parallel_group()
         rank, ranks = ep.rank(), ep.size()
         own = copy.copy(config)
@@ -119,7 +119,7 @@ class DrawnExperts(SequentialMLP):
             if not config.use_cpu_initialization:  # on a device every rank has a generator of its own for its experts
                 return
             for _ in range(skipped_ranks * num_local_experts):
-                SPAN.draw_expert(own, submodules, given)
+                versions.draw_expert(own, submodules, given)
 
         skip(rank)
         super().__init__(num_local_experts, config, submodules, **groups)

@@ -3,19 +3,33 @@
 Every rank returns the sum of its tokens' losses and their number; gradients and the reported loss are the sums over all
 data- and context-parallel ranks divided by the count over all of them. A mean of the ranks' means would differ whenever
 ranks hold unequal counts, as they do with packed documents.
+
+The counts that a script's own loss function returns are held against the gradients of the tokens' losses.
+Megatron divides gradients by that count. In 0.12 it is added up over data-parallel ranks alone, so that a loss function
+must return that of all context-parallel ranks; later versions add it up over these, too. By the other rule no loss
+curve looks wrong: 0.12 divides the gradients of each rank by another number, and copies of weights drift apart; later
+versions divide them by context_parallel_size in addition.
+
+A number alone does not show which rule a loss follows: one that is divided, or multiplied by context_parallel_size, in
+the script may need none, or the other one. So losses are judged whose gradients say what they are: the plain sum over
+tokens, where every token's gradient is the loss scale, and the mean of a rank's tokens without a number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
+from functools import wraps
+from math import isclose
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from megatron.core import parallel_state
+from torch import Tensor, nn
 
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.megatron.patches.spans import SPAN
+from mindspeed_cp.megatron.patches import versions
 
 REPORT_KEY = "lm loss"
 MAX_COUNT = 2**31 - 1  # Megatron's schedules add token counts up in int32
@@ -50,7 +64,7 @@ def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, di
     total = (losses.reshape(-1).float() * mask).sum()
     count = mask.count_nonzero()
     report = torch.stack([total.detach(), count.to(total.dtype)])
-    return total, SPAN.counted_tokens(count.to(torch.int32)), {REPORT_KEY: report}
+    return total, versions.counted_tokens(count.to(torch.int32)), {REPORT_KEY: report}
 
 
 class GlobalLoss(NamedTuple):
@@ -97,3 +111,203 @@ def check_tokens_per_step(tokens: int) -> None:
             f"a step has up to {tokens} tokens; valid: at most {MAX_COUNT}, since Megatron counts them in int32; use a "
             "smaller global batch or context"
         )
+
+
+_REMEDY = (
+    "return mindspeed_cp.megatron.loss_function(loss_mask, losses), in Megatron's scripts "
+    "mindspeed_cp.megatron.pretrain.loss_func, or its second value (docs/megatron.md)"
+)
+_LOSSES = "_losses_of_tokens"  # of a stage: its _Losses, or None if it has no loss
+_COMPARES = "_compares_token_counts"  # of the function that a config has
+_TOLERANCE = 0.01  # relative, of gradients in bf16
+
+
+class LossKind(IntEnum):
+    """What the gradients of a rank's tokens say of its loss."""
+
+    NONE = 0  # no token had a gradient
+    SUM = 1  # of the tokens' losses
+    MEAN = 2  # of them, in every micro-batch, without a number of tokens
+    OTHER = 3  # weights, or a division of its own
+    UNKNOWN = 4  # the model returns no losses of tokens
+
+
+def compare_token_counts(chunk: nn.Module, cp_group: Any) -> None:
+    """Compare the counts of a model's loss function with its gradients, in the first step in which tokens have any; in
+    Megatron 0.12, where ranks may differ later, counts of losses that cannot be judged in every step.
+
+    The comparison runs before Megatron's ``finalize_model_grads``, the function that the config of the model, or of the
+    first virtual stage, has. A second call changes nothing.
+
+    Args:
+        chunk: the model, or one of its virtual pipeline stages.
+        cp_group: its context-parallel group, in which ranks gather three numbers.
+    """
+    stage = _stage_of(chunk)
+    if stage is None or hasattr(stage, _LOSSES):
+        return
+    losses = _Losses(cp_group) if stage.post_process else None
+    setattr(stage, _LOSSES, losses)
+
+    def before_forward(module: nn.Module, _: Any) -> None:
+        config: Any = module.config
+        finalize = getattr(config, "finalize_model_grads_func", None)
+        if finalize is not None and not hasattr(finalize, _COMPARES):
+            config.finalize_model_grads_func = _comparing(finalize, config)
+            _Losses.are_compared = True
+
+    stage.register_forward_pre_hook(before_forward)
+    if losses is not None:
+        stage.register_forward_hook(lambda module, _, output: losses.watch(output))
+
+
+def _stage_of(chunk: nn.Module) -> Any:
+    """Return the module of Megatron's model inside its wrappers, or None."""
+    return next((module for module in chunk.modules() if hasattr(module, "post_process")), None)
+
+
+def _comparing(finalize: Callable[..., Any], config: Any) -> Callable[..., Any]:
+    """Return a function that compares the counts of a step, and calls Megatron's."""
+
+    @wraps(finalize)
+    def compared(model: Sequence[nn.Module], num_tokens: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        if num_tokens is not None:
+            scale = getattr(config, "grad_scale_func", None)
+            for chunk in model:
+                losses = getattr(_stage_of(chunk), _LOSSES, None)
+                if losses is not None and losses.seen:
+                    unscaled = torch.ones((), device=num_tokens.device)
+                    losses.compare(num_tokens, 1.0 if scale is None else float(scale(unscaled)))
+        return finalize(model, num_tokens, *args, **kwargs)
+
+    setattr(compared, _COMPARES, True)
+    return compared
+
+
+class _Losses:
+    """Gradients of the losses of this rank's tokens, over the micro-batches of a step, until they were judged."""
+
+    #: Some config of this process has a function that compares. With virtual stages it is that of the first one.
+    are_compared: ClassVar[bool] = False
+
+    def __init__(self, cp_group: Any) -> None:
+        self.cp_group = cp_group
+        self.judged = False
+        self._clear()
+
+    def _clear(self) -> None:
+        self.seen = False  # a micro-batch, since the last comparison
+        self.micro_batches = 0  # with losses of tokens
+        self.counts: list[Tensor] = []  # of each: tokens with a gradient
+        self.sizes: list[Tensor] = []  # of each: the smallest one that is not 0, the largest, and their sum
+
+    def watch(self, output: Any) -> None:
+        """Look at the gradients of a micro-batch.
+
+        Args:
+            output: losses, [b, s]; others, as logits, are not looked at.
+        """
+        if self.judged or not self.are_compared or not torch.is_grad_enabled():
+            return
+        self.seen = True
+        if isinstance(output, Tensor) and output.dim() == 2 and output.requires_grad:
+            self.micro_batches += 1
+            output.register_hook(self._look)
+
+    def _look(self, gradient: Tensor) -> None:
+        if gradient.numel() == 0:
+            return
+        size = gradient.detach().abs().float()
+        self.counts.append((size > 0).sum().to(torch.int32))
+        smallest = size.masked_fill(size == 0, float("inf")).min()
+        self.sizes.append(torch.stack([smallest, size.max(), size.sum()]))
+
+    def compare(self, count: Tensor, scale: float) -> None:
+        """Raise ConfigError, on all ranks of the group, if their counts do not fit their losses.
+
+        Args:
+            count: of a step, as the loss function returned it.
+            scale: of the loss.
+        """
+        ranks = self.cp_group.size()
+        counted, kind = self._kind(scale, without_count=not count.item())
+        own = torch.tensor([int(count), counted, kind], dtype=torch.int32, device=count.device)
+        gathered = [own]
+        if ranks > 1:
+            gathered = [torch.empty_like(own) for _ in range(ranks)]
+            dist.all_gather(gathered, own, group=self.cp_group)
+        counts, counted_of, kinds = zip(*torch.stack(gathered).tolist(), strict=True)
+        self._clear()
+        unknown = LossKind.UNKNOWN in kinds
+        self.judged = versions.SUMS_OVER_RANKS if unknown else any(kinds)
+        replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
+        problem = problem_of_counts(counts, counted_of, kinds, versions.SUMS_OVER_RANKS, replicas)
+        if problem is not None:
+            raise ConfigError(problem)
+
+    def _kind(self, scale: float, *, without_count: bool) -> tuple[int, LossKind]:
+        """Return the number of tokens with a gradient, and what these are."""
+        if not self.micro_batches:
+            return 0, LossKind.UNKNOWN
+        counts = torch.stack(self.counts).tolist() if self.counts else []
+        if not any(counts):
+            return 0, LossKind.NONE
+        sizes = [size for size, n in zip(torch.stack(self.sizes).tolist(), counts, strict=True) if n]
+        # Two values of a loss function: Megatron's schedules multiply the first one by this, and the count is 0.
+        factor = scale * (self.cp_group.size() / self.micro_batches if without_count else 1.0)
+        kind = LossKind.OTHER
+        if all(isclose(edge, factor, rel_tol=_TOLERANCE) for size in sizes for edge in size[:2]):
+            kind = LossKind.SUM
+        elif without_count and all(isclose(size[2], factor, rel_tol=_TOLERANCE) for size in sizes):
+            kind = LossKind.MEAN
+        return sum(counts), kind
+
+
+def problem_of_counts(
+    counts: Sequence[int], counted: Sequence[int], kinds: Sequence[int], megatron_sums: bool, replicas: int
+) -> str | None:
+    """Return what is wrong with the counts of a step; None if nothing is known to be.
+
+    Args:
+        counts: what the loss function returned, over the micro-batches of a step, by context-parallel rank.
+        counted: number of tokens that have a gradient, by context-parallel rank.
+        kinds: of the losses, by context-parallel rank (:class:`LossKind`).
+        megatron_sums: True if Megatron adds the counts up over context-parallel ranks.
+        replicas: ranks whose gradients Megatron adds up: data-parallel times context-parallel ones.
+    """
+    total, kind = sum(counted), max(kinds)
+    same = all(rank_kind in (kind, LossKind.NONE) for rank_kind in kinds)
+    if not any(counts):
+        if replicas > 1 and same and kind in (LossKind.SUM, LossKind.MEAN):
+            return (
+                f"the loss function returned the {LossKind(kind).name.lower()} of {total} tokens' losses without their "
+                "number (two values, or a number of 0); valid: three values, (sum of losses, number of tokens, "
+                "report), since with calculate_per_token_loss Megatron adds up the gradients of "
+                f"{replicas} ranks and divides them by that number alone; {_REMEDY}"
+            )
+        return None
+    split = same and kind == LossKind.SUM and list(counted) != [total] * len(counted)
+    if megatron_sums:
+        if split and list(counts) == [total] * len(counts):
+            return (
+                f"the loss function returned a count of {total} tokens on every context-parallel rank, the sum over "
+                f"them; valid: each rank's own ({_listed(counted)}), since Megatron adds these up, and would divide "
+                f"gradients by {len(counts)} times as many; {_REMEDY}"
+            )
+        return None
+    if len(set(counts)) == 1 and not (split and list(counts) == list(counted)):
+        return None
+    result = (
+        "every rank's gradients by its own count, so that copies of weights drift apart"
+        if len(set(counts)) > 1
+        else "gradients by a part of them"
+    )
+    return (
+        f"the loss function returned counts of {_listed(counts)} tokens on the context-parallel ranks; valid in "
+        "Megatron 0.12: their sum on each, since it adds counts up over data-parallel ranks alone, and would divide "
+        f"{result}; {_REMEDY}"
+    )
+
+
+def _listed(counts: Sequence[int]) -> str:
+    return ", ".join(map(str, counts))

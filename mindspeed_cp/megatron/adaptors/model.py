@@ -15,17 +15,15 @@ from torch import nn
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.adaptors.core_attention import PlannedAttention
-from mindspeed_cp.megatron.adaptors.documents_without_plan import refuse_documents_without_plan
 from mindspeed_cp.megatron.adaptors.hidden import HiddenMove
 from mindspeed_cp.megatron.adaptors.latent import PlannedMLASelfAttention
+from mindspeed_cp.megatron.adaptors.loss import compare_token_counts
 from mindspeed_cp.megatron.adaptors.multi_token import install_multi_token
-from mindspeed_cp.megatron.adaptors.multimodal_rotary import MultimodalRotary
-from mindspeed_cp.megatron.adaptors.padding import give_padding_to_recomputed
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
-from mindspeed_cp.megatron.adaptors.rotary import LatentRotary, PlannedRotary
-from mindspeed_cp.megatron.adaptors.token_counts import compare_token_counts
-from mindspeed_cp.megatron.beside_mindspeed.check import check_beside_mindspeed
-from mindspeed_cp.megatron.beside_mindspeed.rotation import rotation_operator
+from mindspeed_cp.megatron.adaptors.rotary import LatentRotary, MultimodalRotary, PlannedRotary
+from mindspeed_cp.megatron.adaptors.router import give_padding_to_recomputed
+from mindspeed_cp.megatron.adaptors.without_plan import refuse_documents_without_plan
+from mindspeed_cp.megatron.mindspeed_compat import check_mindspeed, rotation_operator
 
 ModelT = TypeVar("ModelT", nn.Module, Sequence[nn.Module])
 
@@ -54,7 +52,7 @@ def install_model(model: ModelT) -> ModelT:
         ConfigError: the model has layers but no planned attention, some other attention, or rotary positions that a
         plan cannot give.
     """
-    check_beside_mindspeed()
+    check_mindspeed()
     chunks = [model] if isinstance(model, nn.Module) else list(model)
     if not sum([_install_chunk(chunk) for chunk in chunks]) and not all(_has_no_layers(chunk) for chunk in chunks):
         raise ConfigError(

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from mindspeed_cp import ConfigError, context_parallel_roll
 from mindspeed_cp.megatron.adaptors.core_attention import PlannedAttention
-from mindspeed_cp.megatron.adaptors.padding import give_padding
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
+from mindspeed_cp.megatron.adaptors.router import give_padding
 from mindspeed_cp.megatron.patches.multi_token import multi_token_by_plan
 
 _LABELS = 4  # position among the arguments of GPTModel.forward

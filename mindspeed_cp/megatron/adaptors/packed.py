@@ -17,7 +17,7 @@ from mindspeed_cp.algorithms.plan_cache import PlanCache
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.layout import Layout, row_zigzag, zigzag
 from mindspeed_cp.megatron.adaptors.batch import planned_params
-from mindspeed_cp.megatron.adaptors.packed_rows import (
+from mindspeed_cp.megatron.adaptors.documents import (
     CU_SEQLENS,
     PACKED_CUTS,
     build_plan_of_cut,
@@ -25,6 +25,7 @@ from mindspeed_cp.megatron.adaptors.packed_rows import (
     to_host,
 )
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
+from mindspeed_cp.megatron.adaptors.settings import check_one_algorithm
 
 
 @cache
@@ -32,7 +33,7 @@ def plan_cache(cut: str | None, verify: bool) -> PlanCache:
     """Return the cache of the plans of this process.
 
     Args:
-        cut: how a data loader has cut the rows, see :mod:`mindspeed_cp.megatron.adaptors.packed_rows`; None: rows are
+        cut: how a data loader has cut the rows, see :mod:`mindspeed_cp.megatron.adaptors.documents`; None: rows are
             cut by the plan.
         verify: prove every new plan.
     """
@@ -102,11 +103,7 @@ class PackedPlanner:
                 f"that of the model with {group.size()} ranks, since a plan already gives each document the ranks it "
                 "needs; switch hybrid or dynamic context parallelism off"
             )
-        if suite.candidates:
-            raise ConfigError(
-                "context_parallel_suite.candidates names algorithms, but batches with Megatron's plain "
-                "PackedSeqParams all take one; leave it out, or plan each row and pass planned_params(plan, rank)"
-            )
+        check_one_algorithm(suite, "batches with Megatron's plain PackedSeqParams", "pass planned_params(plan, rank)")
         mask = "full" if any(attention.mask == "full" for attention in self.attentions) else "causal"
         documents = documents_of_sequences(to_host({name: getattr(given, name, None) for name in CU_SEQLENS}), mask)
         cache_of_cut = plan_cache(self.cut, suite.verify_plans)

@@ -22,7 +22,7 @@ from mindspeed_cp.megatron.adaptors.pool_groups import PoolGroups
 
 
 class RotaryTripwire:
-    """Value of PackedSeqParams.cp_group, before Megatron 0.16 of cu_seqlens_q_padded, that refuses Megatron's own
+    """Value of PackedSeqParams.cp_group, in Megatron 0.12 of cu_seqlens_q_padded, that refuses Megatron's own
     rotary modules, its only readers.
 
     They would rotate by the positions of Megatron's zig-zag.
@@ -144,7 +144,7 @@ class PlannedBatchParams(PackedSeqParams):
 
             model(tokens, position_ids, None, packed_seq_params=params, **params.padding_arguments(model))
 
-        It needs none without experts, without rows of padding, and before Megatron 0.16, where such rows count as
+        It needs none without experts, without rows of padding, and in Megatron 0.12, where such rows count as
         tokens of experts. The first pipeline stage takes the mask of all rows, and splits it over sequence-parallel
         ranks. Later stages take that of the rows that their router has: Megatron does not split it there.
 
@@ -177,7 +177,7 @@ class PlannedBatchParams(PackedSeqParams):
         length = self.length
         expected = [length + self.padding] if self.qkv_format == "thd" else [length + self.padding, self.batch_size]
         if self.qkv_format == "sbhd" and self.batch_size == 1 and x.dim() == 3:
-            x = x.unsqueeze(1)  # Megatron before 0.16 drops the dimension of one sequence
+            x = x.unsqueeze(1)  # Megatron 0.12 drops the dimension of one sequence
         if list(x.shape[:-2]) != expected:
             shape = ", ".join([*map(str, expected), "heads", "dim"])
             raise ConfigError(

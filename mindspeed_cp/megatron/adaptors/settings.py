@@ -5,14 +5,33 @@ A setting that planned attention cannot honour is refused with its value, the va
 
 from __future__ import annotations
 
+from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mindspeed_cp import ConfigError
 from mindspeed_cp.algorithms import ALIASES, algorithm_name
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.megatron.adaptors.attentions import layer_attentions
-from mindspeed_cp.megatron.adaptors.rules import check_config
+from mindspeed_cp.megatron.mindspeed_compat import MINDSPEED_CONDITIONS, MINDSPEED_RULES
+from mindspeed_cp.megatron.patches.multi_token import PACKED
 from mindspeed_cp.ops.attention.backends import BACKENDS, get_backend
+from mindspeed_cp.schema.unsupported import is_split, unsupported
+
+
+def _divides_losses(config: TransformerConfig) -> bool:
+    """True if tokens are split and Megatron (0.12) has no place for PlannedRouter in the spec."""
+    return is_split(config) and "router" not in MoESubmodules.__dataclass_fields__
+
+
+#: Conditions of rows that depend on the Megatron and the MindSpeed at hand.
+CONDITIONS = {
+    "Megatron-core before 0.16": lambda config: not PACKED,
+    "split tokens, Megatron-core before 0.16": _divides_losses,
+    **MINDSPEED_CONDITIONS,
+}
+
+#: What is not supported of TransformerConfig in every Megatron, and in the one at hand.
+RULES = (*unsupported("model"), *unsupported("this_megatron"))
 
 
 def check_model_config(config: TransformerConfig, suite: SuiteSettings) -> None:
@@ -20,7 +39,8 @@ def check_model_config(config: TransformerConfig, suite: SuiteSettings) -> None:
 
     PlannedAttention calls it when it is built; a program may call it earlier, right after reading its settings.
     """
-    check_config(config)
+    for rule in (*MINDSPEED_RULES, *RULES):
+        rule.check(config, CONDITIONS)
     if config.context_parallel_size != suite.context_parallel_size:
         raise ConfigError(
             f"context_parallel_size is {config.context_parallel_size} in TransformerConfig, but "
@@ -46,6 +66,21 @@ def check_comm_type(comm_type: str | list[str] | None, suite: SuiteSettings) -> 
         raise ConfigError(
             f"cp_comm_type is {comm_type!r}, but context_parallel_suite.algorithm is {suite.algorithm!r} for all "
             "layers; leave cp_comm_type at its default (None; 'p2p' on the command line): algorithm takes its place"
+        )
+
+
+def check_one_algorithm(suite: SuiteSettings, batches: str, instead: str) -> None:
+    """Raise ConfigError if the settings name several algorithms, of which batches without plans cannot choose.
+
+    Args:
+        suite: the section context_parallel_suite.
+        batches: what the batches are.
+        instead: a function that takes plans.
+    """
+    if suite.candidates:
+        raise ConfigError(
+            f"context_parallel_suite.candidates names algorithms, but {batches} all take one; leave it out, or plan "
+            f"each row and {instead}"
         )
 
 

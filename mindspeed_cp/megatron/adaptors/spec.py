@@ -18,7 +18,7 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.adaptors.core_attention import PlannedAttention
 from mindspeed_cp.megatron.adaptors.latent import PlannedMLASelfAttention
 from mindspeed_cp.megatron.adaptors.router import PlannedRouter
-from mindspeed_cp.megatron.beside_mindspeed.check import check_beside_mindspeed
+from mindspeed_cp.megatron.mindspeed_compat import check_mindspeed
 
 SpecT = TypeVar("SpecT")
 
@@ -63,7 +63,7 @@ def install(
         ConfigError: a layer has a core attention that is not known, or attends in a way that no plan covers; the spec
             has no self attention; or MindSpeed replaced what planned attention needs.
     """
-    check_beside_mindspeed()
+    check_mindspeed()
     new = copy.deepcopy(spec)
     layers = _layers(new)
     if not layers:  # of a pipeline stage that has the embedding or the loss alone

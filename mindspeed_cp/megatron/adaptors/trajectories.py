@@ -24,7 +24,7 @@ from mindspeed_cp.layout import PackedTrajectories
 from mindspeed_cp.megatron.adaptors.batch import planned_batch
 from mindspeed_cp.megatron.adaptors.loss import REPORT_KEY
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
-from mindspeed_cp.megatron.patches.spans import SPAN
+from mindspeed_cp.megatron.patches import versions
 
 LABEL_ROWS = "label_rows"  # key of the batch that only batches of trajectories have
 
@@ -154,4 +154,4 @@ def trajectory_loss_function(
     total = (target_losses(batch, model, logits).float() * batch["target_weights"]).sum()
     count = batch["counted_tokens"]
     report = torch.stack([total.detach(), count.to(total.dtype)])
-    return total, SPAN.counted_tokens(count.clone()), {REPORT_KEY: report}
+    return total, versions.counted_tokens(count.clone()), {REPORT_KEY: report}

@@ -13,20 +13,12 @@ from torch import Tensor
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology
 from mindspeed_cp.config import SuiteSettings
-from mindspeed_cp.megatron.adaptors.attentions import layer_attentions
-from mindspeed_cp.megatron.adaptors.batch import (
-    digest_of_batch,
-    mrope_of_rank,
-    planned_params,
-    positions_of_rank,
-    rows_of_rank,
-)
-from mindspeed_cp.megatron.adaptors.batch_documents import CU_SEQLENS_KEYS, documents_of_batch, token_shape
-from mindspeed_cp.megatron.adaptors.model_sizes import with_model_sizes
-from mindspeed_cp.megatron.adaptors.multimodal_positions import mrope_rows
+from mindspeed_cp.megatron.adaptors.attentions import layer_attentions, with_model_sizes
+from mindspeed_cp.megatron.adaptors.batch import cut_batch, planned_params
+from mindspeed_cp.megatron.adaptors.documents import CU_SEQLENS_KEYS, documents_of_batch, token_shape
 from mindspeed_cp.megatron.adaptors.packed import plan_cache
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
-from mindspeed_cp.megatron.adaptors.settings import rows_multiple
+from mindspeed_cp.megatron.adaptors.settings import check_one_algorithm, rows_multiple
 from mindspeed_cp.plan import Plan
 
 #: Keys that describe the batch and are left out of the result, whose parameters say the same.
@@ -106,24 +98,14 @@ def planned_batch_from(
         dropout_seed=dropout_seed,
         pooled=pool is not None,
     )
-    rows: dict[str, Any] = {}
-    wholes: dict[str, Tensor] = {}
-    device = torch.device("cpu")
-    for name, value in batch.items():
-        if name in pass_through or value is None:
-            rows[name] = value
-        elif name not in (*DESCRIPTIONS, "position_ids"):
-            wholes[name] = _over_tokens(name, value, shape)
-            rows[name] = rows_of_rank(wholes[name], params)
-            device = rows[name].device
-    positions = batch.get("position_ids")
-    if is_mrope:
-        wholes["position_ids"] = mrope_rows(positions, documents.tokens)
-        rows["position_ids"] = mrope_of_rank(wholes["position_ids"], params).to(device)
-    else:
-        rows["position_ids"] = positions_of_rank(params, device)
-    params.batch_digest = digest_of_batch(wholes) if batch_digest is None else batch_digest
-    return rows, params
+    passed = {name: value for name, value in batch.items() if name in pass_through or value is None}
+    wholes = {
+        name: _over_tokens(name, value, shape)
+        for name, value in batch.items()
+        if name not in (*passed, *DESCRIPTIONS, "position_ids")
+    }
+    rows = cut_batch(wholes, batch["position_ids"] if is_mrope else None, params, batch_digest)
+    return {**passed, **rows}, params
 
 
 def micro_batch_plans(
@@ -158,11 +140,7 @@ def _refuse(batch: Mapping[str, Any], suite: SuiteSettings) -> None:
                 f"the batch has a {name}; valid: None, since a plan already gives each document the ranks it needs; "
                 "switch hybrid or dynamic context parallelism off"
             )
-    if suite.candidates:
-        raise ConfigError(
-            "context_parallel_suite.candidates names algorithms, but planned_batch_from plans all batches with one; "
-            "leave it out, or plan each row and use planned_batch"
-        )
+    check_one_algorithm(suite, "batches of planned_batch_from", "use planned_batch")
 
 
 def _check_mrope(position_ids: Any, config: TransformerConfig) -> bool:

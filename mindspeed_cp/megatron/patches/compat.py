@@ -3,15 +3,15 @@
 =====================================  ==========  ==========================================
 problem                                versions    patch
 =====================================  ==========  ==========================================
-MoE without Transformer Engine:        0.13-0.16   the missing name is bound to None, as 0.17
+MoE without Transformer Engine:        0.16        the missing name is bound to None, as 0.17
 NameError te_general_gemm                          does
 MLA without Transformer Engine:        0.16        HAVE_TE is set to False, as it is
 isinstance() of a mock
 distributed optimizer without          0.12        without parameters in fp8 nothing is
-Transformer Engine: RuntimeError                     quantized, as 0.13 does
+Transformer Engine: RuntimeError                     quantized, as 0.16 does
 MoE on the CPU: split sizes stay       all         CPU tensors are converted like CUDA ones
 tensors and all_to_all_single fails
-cp_comm_type as a list: IndexError     0.15, 0.16  not patched: check_model_config refuses
+cp_comm_type as a list: IndexError     0.16        not patched: check_model_config refuses
                                                    lists, one algorithm serves all layers
 =====================================  ==========  ==========================================
 
@@ -28,7 +28,7 @@ auxiliary and z-loss of experts are    0.16-0.18   PlannedRouter counts tokens, 
 divided by the ranks that share a                    every rank's share by all of them
 micro-batch; tokens are taken to be
 equally many on them                   all
-experts that are not spread, under     0.15, 0.16  DrawnExperts marks them as experts
+experts that are not spread, under     0.16        DrawnExperts marks them as experts
 tensor parallelism: gradients are not
 summed over its ranks
 values of packed rows in MLA are made  0.19        PlannedMLASelfAttention does not
@@ -57,7 +57,6 @@ from mindspeed_cp.megatron.patches.swap import ABSENT, replaced
 
 _ALL = ((0, 0), (10**6, 0))
 _0_16 = ((0, 16), (0, 17))
-_TO_0_16 = ((0, 13), (0, 17))
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ PATCHES = (
         needed=lambda value, has_te: not has_te, new=_quantizes_fp8_alone,
     ),
     Patch(
-        "megatron.core.transformer.moe.moe_utils", "te_general_gemm", _TO_0_16,
+        "megatron.core.transformer.moe.moe_utils", "te_general_gemm", _0_16,
         needed=lambda value, has_te: value is ABSENT, new=lambda value: None,
     ),
     Patch(

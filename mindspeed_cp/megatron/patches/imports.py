@@ -8,7 +8,6 @@ from contextlib import contextmanager
 
 from mindspeed_cp.errors import ConfigError, missing_package
 
-OLDEST = (0, 12)  # of MindSpeed's branches; older ones were not looked at
 RECOMMENDED = "0.16.1"
 
 # Warnings of Megatron-core on import without Transformer Engine and Apex; neither is needed here.
@@ -34,7 +33,7 @@ def megatron_imports() -> Iterator[None]:
 
     Raises:
         ImportError: megatron-core is not installed.
-        ConfigError: its version is older than 0.12.
+        ConfigError: its version is not supported.
     """
     with warnings.catch_warnings():
         for text in _KNOWN_NOISE:
@@ -60,9 +59,10 @@ def parse_version(text: str) -> tuple[int, int]:
 
 
 def check_version(text: str) -> None:
-    """Raise ConfigError for a Megatron-core that is too old; docs/versions.md says which were tested."""
-    if parse_version(text) < OLDEST:
+    """Raise ConfigError for a Megatron-core that is not supported; docs/versions.md says which were tested."""
+    version = parse_version(text)
+    if version != (0, 12) and version < (0, 16):
         raise ConfigError(
-            f"megatron-core is {text}; valid: {OLDEST[0]}.{OLDEST[1]} or later, as older ones were never tested; use "
+            f"megatron-core is {text}; valid: 0.12 (of MindSpeed), or 0.16 or later, as others are not tested; use "
             f"{RECOMMENDED} (or 0.17 and later on Python 3.12)"
         )

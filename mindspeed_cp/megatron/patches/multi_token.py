@@ -13,7 +13,7 @@ process_mtp_loss weighs losses by the  0.17-       losses are weighed by the tok
 tokens of each rank                                  ranks
 =====================================  ==========  ==========================================
 
-Before 0.16 Megatron refuses packed_seq_params there, see :data:`PACKED`.
+Megatron 0.12 refuses packed_seq_params there, see :data:`PACKED`.
 """
 
 from __future__ import annotations

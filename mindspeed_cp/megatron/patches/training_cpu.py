@@ -17,20 +17,56 @@ imports kernels of Triton                      0.16, 0.17  :func:`training_impor
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
 from torch.utils.data._utils import pin_memory
 
 from mindspeed_cp.megatron.patches.compat import megatron_compat
-from mindspeed_cp.megatron.patches.cuda_redirect import megatron_on_cpu
+from mindspeed_cp.megatron.patches.device_shim import megatron_on_cpu
 from mindspeed_cp.megatron.patches.swap import replaced
-from mindspeed_cp.megatron.patches.training_imports import training_imports
+
+#: Modules of Megatron-core that import Triton, and nothing but an option that planned attention refuses calls.
+_TRITON_MODULES = ("megatron.core.transformer.custom_layers.batch_invariant_kernels",)
+
+
+class _Kernels(ModuleType):
+    """A module whose every name is a function that says what is missing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def missing(*args: Any, **kwargs: Any) -> None:
+            raise RuntimeError(f"{self.__name__}.{name} needs triton, which is not installed")
+
+        return missing
+
+
+@contextmanager
+def training_imports() -> Iterator[None]:
+    """Let ``import megatron.training`` succeed without Triton inside this block.
+
+    Modules imported meanwhile keep the stand-ins, whose functions raise RuntimeError; the entries of sys.modules are
+    removed on exit. Does nothing where Triton is installed.
+    """
+    present = importlib.util.find_spec("triton") is not None
+    added = [] if present else [name for name in _TRITON_MODULES if name not in sys.modules]
+    sys.modules.update({name: _Kernels(name) for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            if isinstance(sys.modules.get(name), _Kernels):
+                del sys.modules[name]
+
 
 _MEMORY = ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "device_memory_used")
 

@@ -23,11 +23,9 @@ Importing this package needs megatron.core; calling what is in it needs megatron
 from __future__ import annotations
 
 from mindspeed_cp.megatron.pretrain.data import get_batch, is_dataset_built_on_rank
-from mindspeed_cp.megatron.pretrain.layers import PlannedLayers, mtp_block_spec
-from mindspeed_cp.megatron.pretrain.losses import loss_func
-from mindspeed_cp.megatron.pretrain.models import pre_wrap_hook, wrap_model_provider
+from mindspeed_cp.megatron.pretrain.layers import PlannedLayers, mtp_block_spec, pre_wrap_hook, wrap_model_provider
 from mindspeed_cp.megatron.pretrain.options import add_arguments, settings_of, suite_of
-from mindspeed_cp.megatron.pretrain.step import forward_step
+from mindspeed_cp.megatron.pretrain.step import forward_step, loss_func
 from mindspeed_cp.megatron.pretrain.trajectories import (
     get_trajectory_batch,
     trajectory_forward_step,

@@ -1,19 +1,33 @@
-"""PlannedLayers: the object behind ``--spec mindspeed_cp.megatron.pretrain spec``, in every version of Megatron."""
+"""What builds models: the object behind ``--spec mindspeed_cp.megatron.pretrain spec``, in every version of Megatron,
+and the hooks around model_provider up to 0.16, among pre_wrap_hooks in 0.19.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shlex
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from itertools import groupby
+from typing import Any, TypeVar
 
+import torch.distributed as dist
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
 
+from mindspeed_cp import AttentionConfig
+from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.megatron.adaptors.attentions import launch_settings
+from mindspeed_cp.megatron.adaptors.core_attention import PlannedAttention
 from mindspeed_cp.megatron.adaptors.local import local_mtp_spec, local_spec, stage_arguments
+from mindspeed_cp.megatron.adaptors.model import install_model
 from mindspeed_cp.megatron.adaptors.spec import install
+from mindspeed_cp.megatron.patches.swap import replaced
 from mindspeed_cp.megatron.pretrain.options import suite_of
 
 _virtual_stage: ContextVar[int | None] = ContextVar("virtual pipeline stage of the model that is built", default=None)
@@ -60,22 +74,10 @@ class PlannedLayers(TransformerBlockSubmodules):
         """Specs of the layers of the stage that is being built."""
         return self._of_stage().layer_specs
 
-    @layer_specs.setter
-    def layer_specs(self, value: Any) -> None:
-        raise ConfigError(
-            "layer_specs of mindspeed_cp.megatron.pretrain.spec cannot be set; call spec(config) for a copy"
-        )
-
     @property
     def layer_norm(self) -> Any:
         """Final norm."""
         return self._of_stage().layer_norm
-
-    @layer_norm.setter
-    def layer_norm(self, value: Any) -> None:
-        raise ConfigError(
-            "layer_norm of mindspeed_cp.megatron.pretrain.spec cannot be set; call spec(config) for a copy"
-        )
 
     def _of_stage(self) -> TransformerBlockSubmodules:
         args = _args()
@@ -160,3 +162,149 @@ def transformer_config_of(args: Any) -> TransformerConfig:
     from megatron.training.arguments import core_transformer_config_from_args
 
     return core_transformer_config_from_args(args)
+
+
+def print_banner(models: Sequence[nn.Module], args: Namespace, suite: SuiteSettings) -> None:
+    """Print a :func:`banner` and :func:`model_line` on the first rank of all."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(banner(models, args, suite), model_line(args, suite), sep="\n", flush=True)
+
+
+def model_line(args: Namespace, suite: SuiteSettings) -> str:
+    """Return the command that models this launch: the settings of --cp-plan name no model, the launch does."""
+    parallel: dict[str, int | str] = {"context_parallel_size": suite.context_parallel_size, "nodes": suite.nodes}
+    if suite.cluster is not None:
+        parallel["cluster"] = shlex.quote(suite.cluster)
+    sizes = launch_settings(transformer_config_of(args)) | parallel
+    words = " ".join(f"--set {key}={value}" for key, value in sizes.items())
+    return f"mindspeed-cp: modelled by: mindspeed-cp simulate --lengths LENGTHS {words}"
+
+
+def banner(models: Sequence[nn.Module], args: Namespace, suite: SuiteSettings) -> str:
+    """Return a line of the algorithm, the attention of each layer of the first pipeline stage, and where documents end.
+
+    Args:
+        models: the model of the first pipeline stage, or its virtual stages.
+        args: Megatron's arguments.
+        suite: the settings that all layers have.
+    """
+    layers = sorted(
+        (module.number_in_model, _attention_words(module.attention))
+        for model in models
+        for module in model.modules()
+        if isinstance(module, PlannedAttention)
+    )
+    options = "".join(f", {name} {value}" for name, value in suite.options.items())
+    parts = [f"mindspeed-cp: {suite.algorithm}{options} over {suite.context_parallel_size} context-parallel ranks"]
+    for words, group in groupby(layers, key=lambda layer: layer[1]):
+        numbers = [number for number, _ in group]
+        whole = numbers == list(range(numbers[0], numbers[-1] + 1))
+        text = f"{numbers[0]}-{numbers[-1]}" if whole and len(numbers) > 1 else ", ".join(map(str, numbers))
+        parts.append(f"layer{'s' if len(numbers) > 1 else ''} {text}: {words}")
+    stages = getattr(args, "pipeline_model_parallel_size", 1) or 1
+    if stages > 1:
+        parts.append(f"these are the layers of the first of {stages} pipeline stages")
+    return "; ".join([*parts, f"documents: {_document_words(args)}"])
+
+
+def _attention_words(attention: AttentionConfig) -> str:
+    words = [attention.mask]
+    if attention.window is not None:
+        words.append(f"window {attention.window}")
+    if attention.alibi is not False:
+        words.append("alibi")
+    if attention.dropout:
+        words.append(f"dropout {attention.dropout}")
+    return ", ".join(words)
+
+
+def _document_words(args: Namespace) -> str:
+    """Return where documents of Megatron's data sets end; a script's own batches may say it in another way."""
+    for name in ("sft", "dataloader_inter_document_masking"):
+        if getattr(args, name, False):
+            return f"by cu_seqlens (--{name.replace('_', '-')})"
+    if any(getattr(args, name, False) for name in ("reset_position_ids", "cp_plan_documents")):
+        return "where positions restart (--reset-position-ids)"
+    return "each row of Megatron's data sets is one"
+
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+
+#: What --spec names.
+SPEC = ("mindspeed_cp.megatron.pretrain", "spec")
+
+
+def wrap_model_provider(model_provider: Callable[..., ModelT]) -> Callable[..., ModelT]:
+    """Return a model provider whose models take their positions from plans; for ``pretrain`` up to 0.16.
+
+    Megatron's arguments are checked before anything is built; the first rank prints a line of what will run. Without
+    ``--spec``, which Megatron 0.12 refuses for models with experts, ``args.spec`` becomes that of this package.
+    Between pipeline stages, ``args.variable_seq_lengths`` becomes True: micro-batches differ in rows. Models of
+    Megatron 0.16's gpt_builders get planned layers of multi-token prediction, too; other providers pass
+    ``mtp_block_spec(config, args, vp_stage)``.
+
+    Args:
+        model_provider: as the script gives it to ``pretrain``.
+    """
+
+    built: list[nn.Module] = []  # virtual stages, until they are all there
+
+    def provider(*args: Any, **kwargs: Any) -> ModelT:
+        from megatron.training import get_args
+
+        arguments = get_args()
+        suite = suite_of(arguments)
+        if arguments.spec is None:
+            arguments.spec = list(SPEC)
+        if pipelined(arguments):
+            arguments.variable_seq_lengths = True
+        with building_virtual_stage(kwargs.get("vp_stage")), _builder_of_later_layers(arguments):
+            try:
+                model = model_provider(*args, **kwargs)
+            except AssertionError as error:
+                if "Context parallelism is only supported by" not in str(error):
+                    raise
+                raise ConfigError(
+                    f"the layers have Megatron's core attention ({error}); valid: planned attention in every layer: "
+                    f"--spec {' '.join(SPEC)}, or install(spec, suite_of(args)) where the script makes its own spec"
+                ) from None
+        install_model(model)
+        built.append(model)
+        if len(built) == (getattr(arguments, "virtual_pipeline_model_parallel_size", None) or 1):
+            print_banner(built, arguments, suite)
+            built.clear()
+        return model
+
+    return provider
+
+
+@contextmanager
+def _builder_of_later_layers(args: Any) -> Iterator[None]:
+    """Let Megatron 0.16's gpt_builders build models with multi-token prediction inside this block.
+
+    With ``--spec`` it stops (use_te is unbound), so that it gets none, and its GPTModel gets the planned layers.
+    """
+    builders = sys.modules.get("gpt_builders")
+    if builders is None or not getattr(args, "mtp_num_layers", None) or args.spec != list(SPEC):
+        yield
+        return
+    original = builders.GPTModel
+
+    def model(*, config: Any, vp_stage: int | None = None, **named: Any) -> Any:
+        named["transformer_layer_spec"] = planned_layers(config, args, vp_stage)
+        named["mtp_block_spec"] = mtp_block_spec(config, args, vp_stage)
+        return original(config=config, vp_stage=vp_stage, **named)
+
+    with replaced(builders, "GPTModel", model), replaced(args, "spec", None):
+        yield
+
+
+def pre_wrap_hook(models: list[ModelT]) -> list[ModelT]:
+    """Set up the models of all virtual stages: ``model_cfg.pre_wrap_hooks.append(pre_wrap_hook)`` in 0.19."""
+    from megatron.training import get_args
+
+    args = get_args()
+    suite = suite_of(args)
+    install_model(models)
+    print_banner(models, args, suite)
+    return models

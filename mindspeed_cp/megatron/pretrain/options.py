@@ -11,7 +11,7 @@ from mindspeed_cp.algorithms import AUTO
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.arguments import check_arguments
-from mindspeed_cp.megatron.beside_mindspeed import check_beside_mindspeed
+from mindspeed_cp.megatron.mindspeed_compat import check_mindspeed
 from mindspeed_cp.megatron.pretrain.attention_check import check_attention_argument
 from mindspeed_cp.megatron.pretrain.pool import check_pool_arguments
 from mindspeed_cp.schema.yaml_file import read_settings_file
@@ -67,7 +67,7 @@ def suite_of(args: Namespace) -> SuiteSettings:
         ConfigError: there is no file, it is wrong, or arguments ask for what planned batches do not compute.
     """
     suite = settings_of(args)
-    check_beside_mindspeed()
+    check_mindspeed()
     check_arguments(args, suite)
     check_pool_arguments(args, suite)
     check_attention_argument(args)

@@ -24,9 +24,8 @@ from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.config.pool import pool_topology
 from mindspeed_cp.data.pool import POOL_ALGORITHM, PoolModel
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.megatron.adaptors.attentions import layer_attentions
-from mindspeed_cp.megatron.adaptors.batch_documents import documents_of_batch, token_shape
-from mindspeed_cp.megatron.adaptors.model_sizes import model_layer_cost, with_model_sizes
+from mindspeed_cp.megatron.adaptors.attentions import layer_attentions, model_layer_cost, with_model_sizes
+from mindspeed_cp.megatron.adaptors.documents import documents_of_batch, token_shape
 from mindspeed_cp.plan import Topology
 
 #: Tensors over tokens that replicas gather; positions follow from the documents.

@@ -16,17 +16,16 @@ from torch import Tensor, nn
 from mindspeed_cp.config.derived import default_token_bound
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import PackedTrajectories
-from mindspeed_cp.megatron.adaptors.attentions import layer_attentions
+from mindspeed_cp.megatron.adaptors.attentions import layer_attentions, with_model_sizes
 from mindspeed_cp.megatron.adaptors.batch import micro_batch_seed
-from mindspeed_cp.megatron.adaptors.model_sizes import with_model_sizes
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 from mindspeed_cp.megatron.adaptors.settings import rows_multiple
 from mindspeed_cp.megatron.adaptors.trajectories import trajectory_batch, trajectory_loss_function
 from mindspeed_cp.megatron.adaptors.whole_batch import micro_batch_plans
 from mindspeed_cp.megatron.pretrain.attention_check import ATTENTION_CHECK
 from mindspeed_cp.megatron.pretrain.layers import transformer_config_of
-from mindspeed_cp.megatron.pretrain.losses import reported
 from mindspeed_cp.megatron.pretrain.options import settings_of
+from mindspeed_cp.megatron.pretrain.step import reported
 
 #: Arguments that say in another way what attends to what, or what is learned.
 _OF_DATA_SETS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "sft",

@@ -15,7 +15,7 @@ from torch import nn
 
 from mindspeed_cp import ConfigError, Documents, Topology
 from mindspeed_cp.integrations import huggingface as cp
-from mindspeed_cp.integrations.huggingface.expansion import has_separate_expansion
+from mindspeed_cp.integrations.huggingface.families import has_separate_expansion
 from tests.integrations.huggingface import meshes
 from tests.integrations.huggingface.models import make_config, make_model, planned_step, reference_step, whole_batch
 

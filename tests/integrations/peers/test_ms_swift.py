@@ -54,7 +54,7 @@ def test_all_ranks_of_a_group_are_in_the_ring_dimension(monkeypatch: pytest.Monk
     assert model.config._attn_implementation == "mindspeed_cp"
 
 
-def test_what_does_not_work_is_refused() -> None:
+def test_padded_rows_and_late_calls_are_refused() -> None:
     sp = SequenceParallel()
     use_plans(sp)
     model = make_model(make_config("llama"), "sdpa")

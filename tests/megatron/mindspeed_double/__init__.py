@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from mindspeed_cp.megatron.beside_mindspeed import origin
+from mindspeed_cp.megatron import mindspeed_compat
 from mindspeed_cp.megatron.patches.swap import replaced
 
 FOLDER = Path(__file__).parent
@@ -34,7 +34,7 @@ def beside_mindspeed(*flags: str, first: bool = True) -> Iterator[Counter[str]]:
         stack.enter_context(replaced(sys, "argv", ["pretrain_gpt.py", *flags]))
         stack.enter_context(replaced(sys, "path", [str(FOLDER), *sys.path]))
         if first:
-            stack.enter_context(replaced(origin, "MINDSPEED_WAS_FIRST", True))
+            stack.enter_context(replaced(mindspeed_compat, "MINDSPEED_WAS_FIRST", True))
         stack.callback(_forget)
         importlib.import_module("mindspeed.megatron_adaptor")
         yield sys.modules["mindspeed.calls"].CALLS

@@ -18,7 +18,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     if tree := os.environ.get("MEGATRON_LM"):
         sys.path.append(tree)
-    from mindspeed_cp.megatron.patches.training_imports import training_imports
+    from mindspeed_cp.megatron.patches.training_cpu import training_imports
 
     with training_imports():
         try:

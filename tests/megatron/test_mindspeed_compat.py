@@ -21,9 +21,7 @@ from mindspeed_cp.convert.flag_table import RULES as FLAG_RULES
 from mindspeed_cp.convert.flag_table import Outcome as FlagOutcome
 from mindspeed_cp.megatron import install, install_model, megatron_imports
 from mindspeed_cp.megatron.arguments import check_arguments
-from mindspeed_cp.megatron.beside_mindspeed import MINDSPEED_RULES, REPLACEMENTS, check_beside_mindspeed
-from mindspeed_cp.megatron.beside_mindspeed.origin import replaced_by
-from mindspeed_cp.megatron.beside_mindspeed.replacements import LINES
+from mindspeed_cp.megatron.mindspeed_compat import LINES, MINDSPEED_RULES, check_mindspeed, replaced_by, replacements
 from tests.limits import HANG
 from tests.megatron.gpt import (
     Case,
@@ -40,8 +38,9 @@ from tests.megatron.gpt import (
 from tests.megatron.mindspeed_double import FOLDER, beside_mindspeed
 from tests.megatron.models import EXPERTS, FULL, LATENT
 from tests.megatron.ranks import MegatronRanks
+from tests.megatron.runs import assert_equal
 from tests.megatron.test_arguments import arguments
-from tests.megatron.test_gpt import MORE, RAGGED, assert_equal
+from tests.megatron.test_gpt import MORE, RAGGED
 
 with megatron_imports():
     from megatron.core.transformer.attention import Attention
@@ -183,7 +182,7 @@ def test_layers_refuse_mindspeeds_arguments_in_their_config(flags: list[str], me
 
 def test_mindspeed_after_this_package_is_refused() -> None:
     with beside_mindspeed(first=False), pytest.raises(ConfigError, match=r"imported after mindspeed_cp\.megatron"):
-        check_beside_mindspeed()
+        check_mindspeed()
 
 
 def test_mindspeed_before_this_package_is_valid() -> None:
@@ -276,9 +275,9 @@ def test_convert_knows_every_flag_that_is_refused() -> None:
 
 
 def test_rows_of_the_table_are_sentences() -> None:
-    for row in REPLACEMENTS:
+    for row in replacements():
         assert row.reason and not row.reason.endswith(".") and row.flag, row
         assert set(row.lines) <= set(LINES) and row.lines
-        assert not row.kept or row.verdict == "refused"
-    names = [name for row in REPLACEMENTS for name in row.names]
+        assert row.verdict in ("kept", "unused", "unsupported") and (not row.kept or row.verdict == "unsupported")
+    names = [name for row in replacements() for name in row.names]
     assert sorted(names) == sorted(set(names))
