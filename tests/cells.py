@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mindspeed_cp import AttentionConfig, Documents
-from mindspeed_cp.config.capabilities import Cell
+from tools.capabilities import Cell
 
 QUERIES = {
     "packed": Documents([37, 0, 5, 61, 2]),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mindspeed_cp.algorithms import ALGORITHMS
-from mindspeed_cp.config.capabilities import FEATURES
+from tools.capabilities import FEATURES
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

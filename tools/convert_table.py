@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_cp.convert.rules import ADDED_FLAGS, RULES, FlagRule, Outcome
-from mindspeed_cp.convert.rules.parallel import SUITE_FILE
+from mindspeed_cp.convert.flag_table import ADDED_FLAGS, RULES, SUITE_FILE, FlagRule, Outcome
 
 FLAGS_HEAD = "| becomes | if | flags |\n|---|---|---|\n"
 REFUSED_HEAD = "| refused; use instead | if | flags |\n|---|---|---|\n"

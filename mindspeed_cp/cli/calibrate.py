@@ -26,13 +26,6 @@ def calibrate(
             help="Preset, by name or file, for the values that are not measured, such as a2.", show_default=False
         ),
     ] = None,
-    csv: Annotated[
-        Path | None,
-        typer.Option(
-            help="Measurements: kind, seconds, flops, short_side, calls, bytes. Kinds that it has are not measured.",
-            show_default=False,
-        ),
-    ] = None,
     name: Annotated[
         str | None, typer.Option(help="Name of the preset. Default: of the file.", show_default=False)
     ] = None,

@@ -1,14 +1,13 @@
-"""The case that `mindspeed-cp simulate` simulates, from its options and a settings file."""
+"""What `plan` and `simulate` take from their options and a settings file."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from mindspeed_cp.algorithms import ALGORITHMS
 from mindspeed_cp.choose.candidates import Candidate, parse_candidate
 from mindspeed_cp.choose.compare import SimulationCase
-from mindspeed_cp.cli.command_settings import CommandSettings
 from mindspeed_cp.cli.lengths import (
     MAX_SIMULATED_TOKENS,
     SHOWN,
@@ -17,17 +16,19 @@ from mindspeed_cp.cli.lengths import (
     draw_batches,
     read_lengths,
 )
+from mindspeed_cp.cli.options import CaseOptions, SimulateOptions
 from mindspeed_cp.cluster import LayerCost, load_cluster
 from mindspeed_cp.cluster.cluster import DEFAULT_CLUSTER, cluster_of
 from mindspeed_cp.config import Settings
+from mindspeed_cp.config.candidates import SUITE_SECTION
 from mindspeed_cp.config.data import POOL
 from mindspeed_cp.config.derived import first_rows, mean_layer_cost, rank_attention
-from mindspeed_cp.config.settings import make_settings
+from mindspeed_cp.config.settings import make_settings, override_settings
 from mindspeed_cp.data.lengths import length_names, sample_lengths
 from mindspeed_cp.errors import ConfigError, shortened
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig, Topology
-from mindspeed_cp.schema.yaml_file import SettingsFile, with_value
+from mindspeed_cp.schema.yaml_file import SettingsFile, parse_settings, read_settings_file, with_value
 from mindspeed_cp.simulate.link_queues import LINK_SHARING
 
 #: The settings without a file.
@@ -37,6 +38,7 @@ train: {{bf16: true}}
 context_parallel_suite: {{context_parallel_size: {ranks}, cluster: {cluster}}}
 """
 
+DTYPES = ("bf16", "fp32")
 MAX_SIMULATED_RANKS = 4096  # timelines of more ranks take minutes
 MAX_BATCHES = 1000
 MAX_HEADS_OR_CHANNELS = 2**14
@@ -45,34 +47,101 @@ TOKENS_PER_RANK = 4096  # default for drawn batches
 LENGTH_SAMPLE = 4096  # documents of a distribution by which the number of documents in a batch is estimated
 
 
-@dataclass(frozen=True)
-class SimulateRequest(CommandSettings):
-    """The options of `simulate` that describe the case; None: not given."""
+def read_options(options: CaseOptions, built_in: str) -> SettingsFile:
+    """Return the settings file, or the built-in settings (YAML), with the values of the options.
 
-    lengths: str | None = None
-    tokens_per_rank: int | None = None
-    seed: int | None = None
-    batches: int | None = None
-    algorithms: str = "all"
-    sharing: str = "fair"
+    Raises:
+        ConfigError: the file or an override is invalid, the numbers of ranks contradict each other, or the sizes of the
+            model are not given.
+    """
+    if options.heads is not None and options.head_dim is None:
+        raise ConfigError(f"--heads {options.heads}: needs --head-dim, the channels of a head, such as --head-dim 128")
+    if options.dtype not in (None, *DTYPES):
+        raise ConfigError(f"--dtype {options.dtype!r}: valid: {', '.join(DTYPES)}")
+    config = options.config
+    file = parse_settings(built_in, "built-in settings") if config is None else read_settings_file(config)
+    file = override_settings(file, options.overrides or ())
+    for option, key, value in (
+        ("--algorithm", f"{SUITE_SECTION}.algorithm", getattr(options, "algorithm", None)),
+        ("--cluster", f"{SUITE_SECTION}.cluster", getattr(options, "cluster", None)),
+        ("--heads", "model.num_attention_heads", options.heads),
+        ("--kv-heads", "model.num_query_groups", options.kv_heads),
+        ("--head-dim", "model.kv_channels", options.head_dim),
+        ("--dtype", "train.bf16", None if options.dtype is None else options.dtype == "bf16"),
+    ):
+        if value is not None:
+            file = with_value(file, key, value, option)
+    return _with_topology(options, _with_model(options, file))
 
 
-def read_case(request: SimulateRequest) -> tuple[SimulationCase, list[Candidate]]:
+def _with_model(options: CaseOptions, file: SettingsFile) -> SettingsFile:
+    """Return the settings with all sizes that are modelled; the defaults of `train` are no user's model."""
+    model, train = (section if isinstance(section := file.data.get(name), dict) else {} for name in ("model", "train"))
+    if options.config is None:
+        if "ffn_hidden_size" in model and "hidden_size" not in model:
+            raise ConfigError("--set model.ffn_hidden_size: needs the other size of linear layers, hidden_size")
+        return file
+    has_width = "hidden_size" in model or ("kv_channels" in model and not model.get("multi_latent_attention"))
+    if "num_attention_heads" not in model or not has_width:
+        missing = "model.num_attention_heads" if "num_attention_heads" not in model else "model.hidden_size"
+        raise ConfigError(
+            f"{options.config}: {missing} is not given, and nothing is modelled by a default; give the section model "
+            "(num_attention_heads, num_query_groups, kv_channels, hidden_size, ffn_hidden_size) and train.bf16, or "
+            "--heads, --kv-heads, --head-dim and --dtype"
+        )
+    if "bf16" not in train and file.is_override("model.num_attention_heads"):
+        file = with_value(file, "train.bf16", True)
+    return file
+
+
+def _with_topology(options: CaseOptions, file: SettingsFile) -> SettingsFile:
+    """Return the settings with --ranks, --nodes and --ranks-per-node; what is not given is kept."""
+    ranks, nodes, ranks_per_node = options.ranks, options.nodes, options.ranks_per_node
+    if ranks is None and nodes is None and ranks_per_node is None:
+        return file
+    suite = file.data.get(SUITE_SECTION)
+    size, file_nodes = (
+        value if type(value := suite.get(key) if isinstance(suite, dict) else None) is int and value > 0 else 1
+        for key in ("context_parallel_size", "nodes")
+    )
+    if ranks is None:
+        nodes = nodes or file_nodes
+        ranks = nodes * (ranks_per_node or max(1, size // file_nodes))
+    elif nodes is None:
+        nodes = ranks // ranks_per_node if ranks_per_node else file_nodes
+    if ranks_per_node is not None and nodes * ranks_per_node != ranks:
+        raise ConfigError(
+            f"--ranks {ranks}: differs from --nodes {nodes} x --ranks-per-node {ranks_per_node} = "
+            f"{nodes * ranks_per_node}; leave one of them out"
+        )
+    if ranks % nodes:
+        raise ConfigError(f"--ranks {ranks}: must be a multiple of --nodes {nodes}; give --ranks-per-node instead")
+    file = with_value(file, f"{SUITE_SECTION}.context_parallel_size", ranks, "--ranks")
+    return with_value(file, f"{SUITE_SECTION}.nodes", nodes, "--nodes")
+
+
+def has_linear_part(file: SettingsFile) -> bool:
+    """Return True if the settings give the sizes of the linear part of a layer."""
+    model = file.data.get("model")
+    return isinstance(model, dict) and "hidden_size" in model
+
+
+def read_case(options: SimulateOptions) -> tuple[SimulationCase, list[Candidate]]:
     """Return the case and the algorithms that the options and the settings file, if there is one, describe.
 
     Raises:
         ConfigError: an option or a setting is invalid; one line with its name, value and the valid values.
     """
-    if request.sharing not in LINK_SHARING:
-        raise ConfigError(f"--sharing {request.sharing!r}: valid: {', '.join(LINK_SHARING)}")
-    file = _read_settings_file(request)
-    check_lengths_given(request, file, request.lengths)
+    if options.sharing not in LINK_SHARING:
+        raise ConfigError(f"--sharing {options.sharing!r}: valid: {', '.join(LINK_SHARING)}")
+    file = _read_settings_file(options)
+    check_lengths_given(options, file)
     settings = make_settings(file)
     topology = settings.context_parallel_suite.topology
-    batches, source = _batches(request, topology.ranks, None if request.config is None else settings)
+    batches, source = _batches(options, topology.ranks, None if options.config is None else settings)
     attention, suite, sizes = rank_attention(settings), settings.context_parallel_suite, {}
-    layer = layer_cost(request, file, settings, attention)
-    if request.has_linear_part(file):
+    layer = layer_cost(file, settings, attention)
+    if has_linear_part(file):
         sizes = settings.model_sizes | {k: v for k, v in suite.options.items() if k in settings.model_sizes}
     own = None
     if suite.algorithm in ALGORITHMS:  # auto chooses only when the training begins
@@ -84,16 +153,16 @@ def read_case(request: SimulateRequest) -> tuple[SimulationCase, list[Candidate]
         cluster_of(topology),
         layer,
         source,
-        _notes(request, settings, topology),
-        request.sharing,
+        _notes(options, settings, topology),
+        options.sharing,
         sizes,
     )
-    return case, read_algorithms(request.algorithms, own)
+    return case, read_algorithms(options.algorithms, own)
 
 
-def layer_cost(given: CommandSettings, file: SettingsFile, settings: Settings, attention: AttentionConfig) -> LayerCost:
+def layer_cost(file: SettingsFile, settings: Settings, attention: AttentionConfig) -> LayerCost:
     """Return the cost of the linear part of a layer: that of the settings, or of a plain layer with this attention."""
-    if given.has_linear_part(file):
+    if has_linear_part(file):
         return mean_layer_cost(settings)
     plain = LayerCost.for_attention(attention, settings.train.tensor_model_parallel_size)
     return replace(plain, bytes_per_element=2 if settings.train.bf16 else 4)
@@ -106,23 +175,27 @@ def balance_notes(settings: Settings, shown: str) -> list[str]:
     return [f"data.balance: pool: {shown}; a training chooses replicas or pools in each step (docs/algorithms.md)"]
 
 
-def _read_settings_file(given: CommandSettings) -> SettingsFile:
+def _read_settings_file(options: SimulateOptions) -> SettingsFile:
     """Return the settings with the options; without a file a node of the cluster, and 8 key/value heads if they divide
     the heads."""
-    for option, value in (("--heads", given.heads), ("--kv-heads", given.kv_heads), ("--head-dim", given.head_dim)):
+    for option, value in (
+        ("--heads", options.heads),
+        ("--kv-heads", options.kv_heads),
+        ("--head-dim", options.head_dim),
+    ):
         if value is not None and not 1 <= value <= MAX_HEADS_OR_CHANNELS:
             raise ConfigError(f"{option} {value}: valid: a whole number from 1 to {MAX_HEADS_OR_CHANNELS:,}")
-    cluster = load_cluster(DEFAULT_CLUSTER if given.cluster is None else given.cluster)  # refuses ""
-    file = given.read(BUILT_IN.format(ranks=cluster.ranks_per_node, cluster=DEFAULT_CLUSTER))
+    cluster = load_cluster(DEFAULT_CLUSTER if options.cluster is None else options.cluster)  # refuses ""
+    file = read_options(options, BUILT_IN.format(ranks=cluster.ranks_per_node, cluster=DEFAULT_CLUSTER))
     suite = file.data.get("context_parallel_suite")
     ranks = suite.get("context_parallel_size") if isinstance(suite, dict) else None
     if type(ranks) is int and ranks > MAX_SIMULATED_RANKS:
-        given_nodes = "" if given.nodes is None else f"--nodes {given.nodes}: "
+        given_nodes = "" if options.nodes is None else f"--nodes {options.nodes}: "
         raise ConfigError(
             f"{given_nodes}{ranks:,} ranks; valid: at most {MAX_SIMULATED_RANKS:,}; a smaller system of the same kind "
             "shows the same"
         )
-    heads = file.data.get("model", {}).get("num_attention_heads") if given.config is None else None
+    heads = file.data.get("model", {}).get("num_attention_heads") if options.config is None else None
     if type(heads) is int and not heads % 8 and "model.num_query_groups" not in file.lines:
         file = with_value(file, "model.num_query_groups", 8)
     return file
@@ -134,19 +207,21 @@ def read_batch(config: Path | None, lengths: str | None, settings: Settings) -> 
     Raises:
         ConfigError: there is no such distribution or corpus.
     """
-    request = SimulateRequest(lengths=lengths, batches=1)
+    options = SimulateOptions(lengths=lengths, batches=1)
     ranks = settings.context_parallel_suite.context_parallel_size
-    return _batches(request, ranks, None if config is None else settings)[0][0]
+    return _batches(options, ranks, None if config is None else settings)[0][0]
 
 
-def check_lengths_given(given: CommandSettings, file: SettingsFile, lengths: str | None) -> None:
+def check_lengths_given(options: CaseOptions, file: SettingsFile) -> None:
     """Raise ConfigError unless the documents are given: by --lengths, or by the section data of a settings file."""
-    if lengths is None and (given.config is None or not file.data.get("data")):
-        instead = "give a settings file, or" if given.config is None else f"{given.config} has no section data; give"
+    if options.lengths is None and (options.config is None or not file.data.get("data")):
+        instead = (
+            "give a settings file, or" if options.config is None else f"{options.config} has no section data; give"
+        )
         raise ConfigError(f"{instead} --lengths: {VALID_LENGTHS}; sets: {', '.join(length_names())}")
 
 
-def _notes(request: SimulateRequest, settings: Settings, topology: Topology) -> tuple[str, ...]:
+def _notes(options: SimulateOptions, settings: Settings, topology: Topology) -> tuple[str, ...]:
     """Return how the case differs from the training of the settings."""
     model, notes = settings.model, []
     if 0 < model.window_layers < model.num_layers:
@@ -166,7 +241,7 @@ def _notes(request: SimulateRequest, settings: Settings, topology: Topology) -> 
                 f"those of {DEFAULT_CLUSTER} have {ranks_per_node}"
             )
     notes += balance_notes(settings, "simulated are rows of one replica")
-    if request.lengths is None and settings.data.balance == "time":
+    if options.lengths is None and settings.data.balance == "time":
         notes.append("data.balance lays rows anew over replicas; simulated are rows as they are drawn")
     return tuple(notes)
 
@@ -197,49 +272,49 @@ def read_algorithms(text: str, own: Candidate | None = None) -> list[Candidate]:
     return algorithms
 
 
-def _batches(request: SimulateRequest, ranks: int, settings: Settings | None) -> tuple[tuple[Documents, ...], str]:
+def _batches(options: SimulateOptions, ranks: int, settings: Settings | None) -> tuple[tuple[Documents, ...], str]:
     """Return the packed batches, and where they come from."""
-    count, seed = request.batches or 1, request.seed or 0
+    count, seed = options.batches or 1, options.seed or 0
     if count > MAX_BATCHES:
         raise ConfigError(f"--batches {count}: valid: 1 to {MAX_BATCHES}")
-    if request.lengths is None:
+    if options.lengths is None:
         assert settings is not None
-        return _rows(request, ranks, settings)
-    listed = read_lengths(request.lengths)
-    drawing = any(value is not None for value in (request.tokens_per_rank, request.batches, request.seed))
+        return _rows(options, ranks, settings)
+    listed = read_lengths(options.lengths)
+    drawing = any(value is not None for value in (options.tokens_per_rank, options.batches, options.seed))
     if listed is not None and not drawing:
-        check_size(request.lengths, listed, ranks)
-        return (Documents(listed),), f"the documents of --lengths {shortened(request.lengths, SHOWN)}"
-    if settings is not None and request.tokens_per_rank is None:
+        check_size(options.lengths, listed, ranks)
+        return (Documents(listed),), f"the documents of --lengths {shortened(options.lengths, SHOWN)}"
+    if settings is not None and options.tokens_per_rank is None:
         tokens, source = settings.data.seq_length, "data.seq_length"
     else:
-        tokens_per_rank = TOKENS_PER_RANK if request.tokens_per_rank is None else request.tokens_per_rank
+        tokens_per_rank = TOKENS_PER_RANK if options.tokens_per_rank is None else options.tokens_per_rank
         tokens, source = ranks * tokens_per_rank, f"--tokens-per-rank {tokens_per_rank}"
     if tokens > MAX_SIMULATED_TOKENS:
         raise ConfigError(
             f"{source}: {tokens:,} tokens over {ranks:,} ranks; valid: at most {MAX_SIMULATED_TOKENS:,} in a batch, "
             f"which is {MAX_SIMULATED_TOKENS // ranks:,} for a rank"
         )
-    sample = sample_lengths(request.lengths, LENGTH_SAMPLE) if listed is None else listed[listed > 0]
-    check_size(request.lengths, sample, ranks, tokens)
-    text = shortened(request.lengths, SHOWN)
+    sample = sample_lengths(options.lengths, LENGTH_SAMPLE) if listed is None else listed[listed > 0]
+    check_size(options.lengths, sample, ranks, tokens)
+    text = shortened(options.lengths, SHOWN)
     drawn = f"{count} batch{'es' * (count > 1)} of {tokens:,} tokens drawn from {text}, seed {seed}"
-    return draw_batches(request.lengths, tokens, count, seed), drawn
+    return draw_batches(options.lengths, tokens, count, seed), drawn
 
 
-def _rows(request: SimulateRequest, ranks: int, settings: Settings) -> tuple[tuple[Documents, ...], str]:
+def _rows(options: SimulateOptions, ranks: int, settings: Settings) -> tuple[tuple[Documents, ...], str]:
     """Return the first rows of a training."""
-    tokens_per_rank = request.tokens_per_rank
+    tokens_per_rank = options.tokens_per_rank
     for option, value, key, setting in (
         ("--tokens-per-rank", tokens_per_rank, "data.seq_length", (tokens_per_rank or 0) * ranks),
-        ("--seed", request.seed, "train.seed", request.seed),
+        ("--seed", options.seed, "train.seed", options.seed),
     ):
         if value is not None:
             raise ConfigError(
                 f"{option} {value}: the rows come from the training; give --set {key}={setting}, or --lengths too"
             )
     batch_size = settings.train.global_batch_size
-    count = min(batch_size, MAX_SAMPLE_ROWS) if request.batches is None else request.batches
+    count = min(batch_size, MAX_SAMPLE_ROWS) if options.batches is None else options.batches
     rows = tuple(first_rows(settings, count))
     noun = "row" if count == 1 else "rows"
     number = f"{count} {noun}, from the first of the {batch_size}"

@@ -17,6 +17,7 @@ import typer
 from mindspeed_cp.cli.calibrate import calibrate
 from mindspeed_cp.cli.convert import convert
 from mindspeed_cp.cli.doctor import doctor
+from mindspeed_cp.cli.options import command_of
 from mindspeed_cp.cli.plan import plan
 from mindspeed_cp.cli.report import report
 from mindspeed_cp.cli.simulate import simulate
@@ -61,9 +62,9 @@ def _common(
 
 
 app.command()(train)
-app.command()(plan)
+app.command()(command_of(plan))
 app.command()(calibrate)
-app.command()(simulate)
+app.command()(command_of(simulate))
 app.command()(report)
 app.command()(convert)
 app.command()(doctor)

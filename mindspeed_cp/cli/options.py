@@ -1,8 +1,15 @@
-"""Command-line options that several commands share."""
+"""Command-line options that several commands share, and commands whose options are the fields of a dataclass.
+
+This module imports nothing of the package: `--help` is quick.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
 
@@ -16,31 +23,138 @@ Overrides = Annotated[
         show_default=False,
     ),
 ]
-Lengths = Annotated[
+Cluster = Annotated[
     str | None,
     typer.Option(
-        help="Document lengths: 700,30,4100; or a file with one per line; or a set such as wikipedia or prolong.",
+        help="A preset (docs/clusters.md lists them) or a YAML file. Default: of the settings, or a2.",
         show_default=False,
     ),
 ]
-Ranks = Annotated[
-    int | None,
-    typer.Option(
-        "--ranks",
-        "--cp",
-        min=1,
-        help="Context-parallel ranks of all nodes. Default: of the settings.",
-        show_default=False,
-    ),
-]
-Nodes = Annotated[int | None, typer.Option(min=1, help="Nodes. Default: of the settings, or 1.", show_default=False)]
-RanksPerNode = Annotated[
-    int | None, typer.Option(min=1, help="Ranks of a node. Default: of the settings.", show_default=False)
-]
-Heads = Annotated[int | None, typer.Option(help="Query heads. Default: of the settings.", show_default=False)]
-KvHeads = Annotated[int | None, typer.Option(help="Key/value heads. Default: of the settings.", show_default=False)]
-Dtype = Annotated[
-    str | None,
-    typer.Option(help="bf16 or fp32. Default: of the settings, or bf16.", show_default=False),
-]
-HeadDim = Annotated[int | None, typer.Option(help="Channels of a head. Default: of the settings.", show_default=False)]
+
+_Options = TypeVar("_Options")
+
+
+def command_of(function: Callable[[_Options], int]) -> Callable[..., int]:
+    """Return a function for typer that takes the fields of the dataclass which is the only argument of `function`."""
+    (name,) = inspect.signature(function).parameters
+    kind: Any = get_type_hints(function)[name]
+    hints = get_type_hints(kind, include_extras=True)
+
+    def command(**values: Any) -> int:
+        return function(kind(**values))
+
+    command.__name__, command.__doc__ = function.__name__, function.__doc__
+    command.__annotations__ = {field.name: hints[field.name] for field in fields(kind)}
+    parameters = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hint)
+        for field in fields(kind)
+        for hint in (hints[field.name],)
+    ]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return command
+
+
+@dataclass(frozen=True)
+class CaseOptions:
+    """The options of `plan` and `simulate` that say what is planned and where; None: not given."""
+
+    config: Annotated[
+        Path | None,
+        typer.Argument(help="Settings of a training, a YAML file. Default: built-in sizes.", show_default=False),
+    ] = None
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            help="Document lengths: 700,30,4100; or a file with one per line; or a set such as wikipedia or prolong.",
+            show_default=False,
+        ),
+    ] = None
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--ranks",
+            "--cp",
+            min=1,
+            help="Context-parallel ranks of all nodes. Default: of the settings.",
+            show_default=False,
+        ),
+    ] = None
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Nodes. Default: of the settings, or 1.", show_default=False)
+    ] = None
+    ranks_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Ranks of a node. Default: of the settings.", show_default=False)
+    ] = None
+    heads: Annotated[int | None, typer.Option(help="Query heads. Default: of the settings.", show_default=False)] = None
+    kv_heads: Annotated[
+        int | None, typer.Option(help="Key/value heads. Default: of the settings.", show_default=False)
+    ] = None
+    head_dim: Annotated[
+        int | None, typer.Option(help="Channels of a head. Default: of the settings.", show_default=False)
+    ] = None
+    dtype: Annotated[
+        str | None, typer.Option(help="bf16 or fp32. Default: of the settings, or bf16.", show_default=False)
+    ] = None
+    overrides: Overrides = None
+    png: Annotated[Path | None, typer.Option(help="Draw a picture.", show_default=False)] = None
+    as_json: AsJson = False
+
+
+@dataclass(frozen=True)
+class PlanOptions(CaseOptions):
+    """The options of `plan`."""
+
+    kv_lengths: Annotated[
+        str | None,
+        typer.Option(help="Cross-attention: lengths of each document's keys; full mask only.", show_default=False),
+    ] = None
+    tree: Annotated[
+        Path | None,
+        typer.Option(
+            help="Documents that continue others: a file of lines with lengths and parents, or with trajectories.",
+            show_default=False,
+        ),
+    ] = None
+    mask: Annotated[str, typer.Option(help="causal or full.")] = "causal"
+    algorithm: Annotated[
+        str | None,
+        typer.Option(help="Name, as in the settings; its options are given by --set.", show_default=False),
+    ] = None
+    verify: Annotated[bool, typer.Option("--verify", help="Prove the plan.")] = False
+
+
+@dataclass(frozen=True)
+class SimulateOptions(CaseOptions):
+    """The options of `simulate`."""
+
+    cluster: Cluster = None
+    tokens_per_rank: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of drawn batches. Default: 4096.", show_default=False)
+    ] = None
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of drawn batches. Default: 0.", show_default=False)] = (
+        None
+    )
+    batches: Annotated[
+        int | None,
+        typer.Option(min=1, help="Number of batches; the table shows their means. Default: 1.", show_default=False),
+    ] = None
+    algorithms: Annotated[
+        str, typer.Option(help="all, or names with options after colons, such as ring,direct:prefetch=4")
+    ] = "all"
+    sharing: Annotated[
+        str,
+        typer.Option(help="Sharing of links: fair, or fifo: first in, first out, a message waits at a busy receiver."),
+    ] = "fair"
+    show: Annotated[
+        str | None,
+        typer.Option(
+            help="Names of the algorithms in --png and --trace. Default: the fastest and the even ring.",
+            show_default=False,
+        ),
+    ] = None
+    trace: Annotated[
+        Path | None, typer.Option(help="Write timelines for ui.perfetto.dev (JSON).", show_default=False)
+    ] = None
+    choose: Annotated[
+        bool, typer.Option("--choose", help="Try options of all algorithms too, and recommend one in three lines.")
+    ] = False

@@ -3,24 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from mindspeed_cp.cli.options import (
-    AsJson,
-    Dtype,
-    HeadDim,
-    Heads,
-    KvHeads,
-    Lengths,
-    Nodes,
-    Overrides,
-    Ranks,
-    RanksPerNode,
-)
+from mindspeed_cp.cli.options import SimulateOptions
 from mindspeed_cp.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,96 +14,45 @@ if TYPE_CHECKING:
     from mindspeed_cp.choose.compare import AlgorithmResult, Comparison, SimulationCase
 
 
-def simulate(
-    config: Annotated[
-        Path | None,
-        typer.Argument(
-            help="Settings of a training, a YAML file. Default: one node, 32 heads, 8 key/value heads of 128 channels.",
-            show_default=False,
-        ),
-    ] = None,
-    lengths: Lengths = None,
-    cluster: Annotated[
-        str | None,
-        typer.Option(
-            help="A preset (docs/clusters.md lists them) or a YAML file. Default: of the settings, or a2.",
-            show_default=False,
-        ),
-    ] = None,
-    ranks: Ranks = None,
-    nodes: Nodes = None,
-    ranks_per_node: RanksPerNode = None,
-    tokens_per_rank: Annotated[
-        int | None,
-        typer.Option(min=1, help="Tokens of drawn batches. Default: 4096.", show_default=False),
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(min=0, help="Seed of drawn batches. Default: 0.", show_default=False)
-    ] = None,
-    batches: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of batches; the table shows their means. Default: 1.", show_default=False),
-    ] = None,
-    heads: Heads = None,
-    kv_heads: KvHeads = None,
-    head_dim: HeadDim = None,
-    dtype: Dtype = None,
-    algorithms: Annotated[
-        str,
-        typer.Option(help="all, or names with options after colons, such as ring,direct:prefetch=4"),
-    ] = "all",
-    sharing: Annotated[
-        str,
-        typer.Option(
-            help="Sharing of links: fair, or fifo: first in, first out, a message waits at a busy receiver.",
-        ),
-    ] = "fair",
-    show: Annotated[
-        str | None,
-        typer.Option(
-            help="Names of the algorithms in --png and --trace. Default: the fastest and the even ring.",
-            show_default=False,
-        ),
-    ] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw timelines on one scale.", show_default=False)] = None,
-    trace: Annotated[
-        Path | None, typer.Option(help="Write timelines for ui.perfetto.dev (JSON).", show_default=False)
-    ] = None,
-    overrides: Overrides = None,
-    choose: Annotated[
-        bool, typer.Option("--choose", help="Try options of all algorithms too, and recommend one in three lines.")
-    ] = False,
-    as_json: AsJson = False,
-) -> int:
+def simulate(options: SimulateOptions) -> int:
     """Compare algorithms on documents and a cluster, before anything runs: modelled time of a layer and its parts.
+
+    Without a settings file: one node of the cluster, 32 heads and 8 key/value heads of 128 channels in bf16.
 
     mindspeed-cp simulate --lengths wikipedia --cluster a2 --nodes 4 --png out.png
     """
     from mindspeed_cp.choose.compare import EVEN_RING, compare_algorithms
-    from mindspeed_cp.cli.case import SimulateRequest, read_case
+    from mindspeed_cp.cli.case import read_case
     from mindspeed_cp.cli.lengths import check_memory
-    from mindspeed_cp.report.files import check_output_path
-    from mindspeed_cp.report.simulation import conclusion, simulation_dict, simulation_tables
+    from mindspeed_cp.report.simulation import simulation_dict
 
-    for option, file, suffix in (("--png", png, ".png"), ("--trace", trace, ".json")):
-        if file is not None:
-            check_output_path(option, file, [suffix])
-    if show is not None and png is None and trace is None:
-        raise ConfigError(f"--show {show}: applies to --png and --trace; give one of them, or leave --show out")
-    request = SimulateRequest(
-        config, overrides or (), None, heads, kv_heads, head_dim, cluster, ranks, nodes, ranks_per_node, dtype,
-        lengths, tokens_per_rank, seed, batches, algorithms, sharing,
-    )  # fmt: skip
-    case, candidates = read_case(request)
+    _check_files(options)
+    case, candidates = read_case(options)
     for algorithm in dict.fromkeys(candidate.algorithm for candidate in (EVEN_RING, *candidates)):
         check_memory(max(case.batches, key=len), case.topology.ranks, algorithm)
-    decision = _choose(case, candidates) if choose else None
+    decision = _choose(case, candidates) if options.choose else None
     comparison = compare_algorithms(case, candidates)
-    shown = _shown(comparison, show)
-    files = _write(comparison, shown, png, trace)
-    if as_json:
+    files = _write(comparison, options)
+    if options.as_json:
         print(json.dumps({**simulation_dict(comparison), **_choice_as_dict(decision), "files": files}, allow_nan=False))
-        return 0
+    else:
+        _print(comparison, decision, files)
+    return 0
+
+
+def _check_files(options: SimulateOptions) -> None:
+    """Raise ConfigError unless the requested files can be written: before the simulation."""
+    from mindspeed_cp.report.files import check_output_path
+
+    for option, file, suffix in (("--png", options.png, ".png"), ("--trace", options.trace, ".json")):
+        if file is not None:
+            check_output_path(option, file, [suffix])
+    if options.show is not None and options.png is None and options.trace is None:
+        raise ConfigError(f"--show {options.show}: applies to --png and --trace; give one of them, or leave --show out")
+
+
+def _print(comparison: Comparison, decision: Decision | None, files: dict[str, str]) -> None:
+    from mindspeed_cp.report.simulation import conclusion, simulation_tables
     from mindspeed_cp.report.text import print_tables, wrap_text
 
     print_tables(simulation_tables(comparison))
@@ -129,7 +63,6 @@ def simulate(
     for kind, path in files.items():
         print(f"{kind}: {path}")
     print(wrap_text(conclusion(comparison)))
-    return 0
 
 
 def _choose(case: SimulationCase, candidates: list[Candidate]) -> Decision:
@@ -176,19 +109,16 @@ def _shown(comparison: Comparison, show: str | None) -> list[AlgorithmResult]:
     return list(dict.fromkeys(shown))
 
 
-def _write(
-    comparison: Comparison, shown: Sequence[AlgorithmResult], png: Path | None, trace: Path | None
-) -> dict[str, str]:
+def _write(comparison: Comparison, options: SimulateOptions) -> dict[str, str]:
     """Write the requested files; return their paths by kind."""
-    files = {}
-    if png is not None:
+    files, shown = {}, _shown(comparison, options.show)
+    if options.png is not None:
         from mindspeed_cp.report.timelines import draw_timelines
 
-        files["picture"] = str(draw_timelines(comparison, png, shown))
-    if trace is not None:
+        files["picture"] = str(draw_timelines(comparison, options.png, shown))
+    if options.trace is not None:
         from mindspeed_cp.report.trace_events import timeline_recording, write_trace
 
-        files["trace"] = str(
-            write_trace(trace, [timeline_recording(entry.timeline, f"{entry.name}, modelled") for entry in shown])
-        )
+        recordings = [timeline_recording(entry.timeline, f"{entry.name}, modelled") for entry in shown]
+        files["trace"] = str(write_trace(options.trace, recordings))
     return files

@@ -1,4 +1,4 @@
-"""Rules of data.balance: pool, and the topology of the pool, or of each of several (data.pool_ranks)."""
+"""The topology of the pool of data.balance: pool, or of each of several (data.pool_ranks)."""
 
 from __future__ import annotations
 
@@ -7,41 +7,12 @@ from dataclasses import dataclass
 
 from mindspeed_cp.cluster.cluster import cluster_of
 from mindspeed_cp.config.data import POOL
-from mindspeed_cp.config.sections import Sections
 from mindspeed_cp.config.suite import SuiteSettings
-from mindspeed_cp.data.pool import POOL_ALGORITHM
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import RANK_LIMIT, Topology
 from mindspeed_cp.schema.messages import bad_value
 
 KEY, RANKS_KEY = "data.balance", "data.pool_ranks"
-
-
-def check_pool(settings: Sections) -> None:
-    """Raise SettingError unless the settings fit to data.balance: pool, if they have it."""
-    suite = settings.context_parallel_suite
-    if settings.data.balance != POOL:
-        return
-    if suite.algorithm != POOL_ALGORITHM:
-        rule = (
-            f"plans the documents of a step in groups of any size, which context_parallel_suite.algorithm = "
-            f"{suite.algorithm} has not; use context_parallel_suite.algorithm: {POOL_ALGORITHM}, or {KEY}: time"
-        )
-        raise bad_value(KEY, POOL, rule)
-    if suite.row_candidates:
-        rule = (
-            f"has one algorithm, {POOL_ALGORITHM}, and context_parallel_suite.candidates names others; use null there, "
-            f"or {KEY}: time"
-        )
-        raise bad_value(KEY, POOL, rule)
-    if suite.p2p_groups == "directional":
-        rule = (
-            "sends between any two ranks, and context_parallel_suite.p2p_groups = directional opens groups for "
-            f"neighbours alone; use auto there, or {KEY}: time"
-        )
-        raise bad_value(KEY, POOL, rule)
-    if settings.train.data_parallel_size is not None:
-        replicas_of_pool(suite.context_parallel_size, settings.train.data_parallel_size, settings.data.pool_ranks)
 
 
 @dataclass(frozen=True)

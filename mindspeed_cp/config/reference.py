@@ -10,11 +10,11 @@ import textwrap
 
 from pydantic.fields import FieldInfo
 
-from mindspeed_cp.config.algorithm_options import describe_option, options_by_name
+from mindspeed_cp.algorithms import AlgorithmOption
 from mindspeed_cp.config.settings import Settings
-from mindspeed_cp.config.suite import SuiteSettings
+from mindspeed_cp.config.suite import SuiteSettings, options_by_name
 from mindspeed_cp.schema.base import Section
-from mindspeed_cp.schema.messages import describe_valid_values
+from mindspeed_cp.schema.messages import describe_valid_values, format_value
 
 _HEAD = """\
 # Every key of the settings, with its default: a file with none of these lines means the same.
@@ -41,10 +41,20 @@ def _section(name: str, kind: type[Section]) -> str:
         lines += ["", *_comment("Options of the algorithms; null: the default of the algorithm.", "  ")]
         for name, options in options_by_name().items():
             lines += _comment(
-                f"{describe_option(options)} ({next(iter(options.values())).valid_values()} or null)", "  "
+                f"{_describe_option(options)} ({next(iter(options.values())).valid_values()} or null)", "  "
             )
             lines.append(f"  {name}: null")
     return "\n".join(lines) + "\n"
+
+
+def _describe_option(by_algorithm: dict[str, AlgorithmOption]) -> str:
+    """Return the text of the reference for an option: its meaning and default in the algorithms that have it."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for algorithm, option in by_algorithm.items():
+        default = "" if option.default is None else f"; null: {format_value(option.default).strip(chr(34))}"
+        source = "; in a training: from the sections model and train" if option.from_model else ""
+        groups.setdefault((option.description.rstrip("."), default + source), []).append(algorithm)
+    return "; ".join(f"{', '.join(names)}: {text}{default}" for (text, default), names in groups.items())
 
 
 def _comment(text: str, indent: str) -> list[str]:

@@ -1,46 +1,47 @@
-"""Rules between settings, checked when they are read, and when the number of ranks is known."""
+"""The rules: which settings fit together. "May I?" is answered here, when settings are read, and nowhere else.
+
+A section checks its own values; what is not supported of attention is a row of :mod:`mindspeed_cp.schema.unsupported`.
+Every rule raises an error of one line: setting, value, valid values, alternative.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from mindspeed_cp.algorithms import AUTO
 from mindspeed_cp.choose.candidates import parse_candidate
-from mindspeed_cp.config import capabilities
-from mindspeed_cp.config.algorithm_options import check_divides
 from mindspeed_cp.config.candidates import SUITE_SECTION, compared_settings, replace_algorithm
-from mindspeed_cp.config.derived import whole_attention
-from mindspeed_cp.config.pipeline import check_interleaved_batch, check_pipeline
-from mindspeed_cp.config.pool import check_pool
+from mindspeed_cp.config.data import POOL
+from mindspeed_cp.config.derived import layers_of_stage, whole_attention
+from mindspeed_cp.config.pool import KEY as POOL_KEY
+from mindspeed_cp.config.pool import replicas_of_pool
 from mindspeed_cp.config.sections import Sections
-from mindspeed_cp.config.suite import TOKEN_CAP_OPTION
-from mindspeed_cp.config.suite_surroundings import check_cluster
+from mindspeed_cp.config.suite import TOKEN_CAP_OPTION, check_cluster, check_divides
+from mindspeed_cp.data.pool import POOL_ALGORITHM
 from mindspeed_cp.device.npu_limits import check_npu_limits
 from mindspeed_cp.device.select import resolve_device_type
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.plan import AttentionConfig
 from mindspeed_cp.schema.messages import SettingError, bad_value
+from mindspeed_cp.schema.unsupported import unsupported_attention
 
-#: Key of each feature of the table of capabilities; an error names the key of the first feature of a refusal.
-KEY_OF_FEATURE = {
-    "bias": "model.position_embedding_type",
-    "dropout": "model.attention_dropout",
-    "window": "model.window_size",
-    "widths": "model.multi_latent_attention",
-    "kv_heads": "model.num_query_groups",
-    "backend": "context_parallel_suite.backend",
-}
 VOCAB_SIZE_DIVISIBLE_BY = 16  # rows of the embedding are a multiple of this; tensor-parallel ranks share them
+STAGES = "train.pipeline_model_parallel_size"
+VIRTUAL_STAGES = "train.virtual_pipeline_model_parallel_size"
+BACKEND_KEY = f"{SUITE_SECTION}.backend"
 
 
 def check(settings: Sections) -> None:
     """Raise SettingError for the first settings that do not fit together."""
     _check_heads(settings)
     _check_tensor_parallel(settings)
-    check_pipeline(settings)
-    _check_parallel(settings)
+    _check_pipeline(settings)
+    _check_experts(settings)
+    if settings.model.multi_latent_attention:
+        _check_latent(settings)
+    _check_balance(settings)
+    _check_pool(settings)
+    _check_placement(settings)
     _check_cluster(settings)
-    _check_capabilities(settings)
+    _check_attention(settings)
     _check_schedule(settings)
     _check_fused_operators(settings)
     _check_candidates(settings)
@@ -80,61 +81,32 @@ def data_parallel_size(settings: Sections, world_size: int) -> int:
             f"must be a multiple of the {replicas} replicas that {world_size} ranks make ({product}); "
             f"use {fitting}, or {size} ranks",
         )
-    check_interleaved_batch(settings, replicas)
+    _check_interleaved_batch(settings, replicas)
     return replicas
 
 
-def _check_cluster(settings: Sections) -> None:
-    """Check that the cluster has such nodes, and that the ranks may hold a full row."""
-    suite, context = settings.context_parallel_suite, settings.data.seq_length
-    check_cluster(suite.cluster, suite.topology, "context_parallel_suite.cluster")
-    bound, ranks = suite.options.get(TOKEN_CAP_OPTION), suite.context_parallel_size
-    if bound is not None and ranks * bound < context:
-        rule = (
-            f"is too little for rows of data.seq_length = {context} over {ranks} ranks; use {-(-context // ranks)} or "
-            f"more, more ranks, or data.seq_length of {ranks * bound} or less"
+def _check_expert_ranks(settings: Sections, world_size: int) -> None:
+    """Raise ConfigError unless `world_size` ranks can share the experts."""
+    ep, stages = settings.train.expert_model_parallel_size, settings.train.pipeline_model_parallel_size
+    if world_size // stages % ep:
+        of_stage = "their number" if stages == 1 else f"the {world_size // stages} ranks of a pipeline stage"
+        raise ConfigError(
+            f"{world_size} ranks do not fit train.expert_model_parallel_size = {ep}, which must divide {of_stage}: "
+            f"every expert is on equally many ranks; start a multiple of {ep * stages}"
         )
-        raise bad_value(f"{SUITE_SECTION}.{TOKEN_CAP_OPTION}", bound, rule)
 
 
-def _check_capabilities(settings: Sections) -> None:
-    """Check that the attention of every layer is exact by the table of capabilities."""
-    suite, attention = settings.context_parallel_suite, whole_attention(settings)
-    device = resolve_device_type(settings.train.device)
-    if suite.backend not in ("auto", device):
-        device_setting = f"train.device = {settings.train.device} ({device})"
-        rule = f"does not run on {device_setting}; use auto, or train.device: {suite.backend}"
-        raise bad_value("context_parallel_suite.backend", suite.backend, rule)
-    algorithm = "ring" if suite.algorithm == AUTO else suite.algorithm  # the ring does everything that any other does
-    row = capabilities.find_refusal(algorithm, attention, backend=suite.backend if device == "cpu" else device)
-    if row is None:
-        if device == "cuda" and attention.dropout and not settings.train.bf16:
-            rule = (
-                "gives fp32, in which the cuda backend has no dropout; use true, model.attention_dropout: 0, or "
-                "train.device: cpu"
-            )
-            raise bad_value("train.bf16", False, rule)
-        if device == "npu":
-            heads = max(1, attention.heads // settings.train.tensor_model_parallel_size)
-            lowering = _check_npu_variants(settings, attention)["lowering"]
-            check_npu_limits(replace(attention, heads=heads, kv_heads=heads), lowering)
-        return
-    key = next(
-        (KEY_OF_FEATURE[feature] for feature in KEY_OF_FEATURE if feature in row.where),
-        "context_parallel_suite.algorithm",
-    )
-    section, name = key.split(".")
-    value = getattr(getattr(settings, section), name)
-    raise bad_value(key, value, f"{row} (algorithm {suite.algorithm}, backend {suite.backend})")
-
-
-def _check_npu_variants(settings: Sections, attention: AttentionConfig) -> dict[str, str]:
-    """Return the options of the npu backend; check that npu_profile can be read and leaves each one a variant."""
-    dtype = "bf16" if settings.train.bf16 else "fp32"
-    try:
-        return settings.context_parallel_suite.npu_options(attention, dtype, settings.train.deterministic_mode)
-    except SettingError as error:
-        raise error.with_prefix(f"{SUITE_SECTION}.") from None
+def _check_interleaved_batch(settings: Sections, replicas: int) -> None:
+    """Raise SettingError unless the interleaved schedule can run the micro-batches of a replica."""
+    train = settings.train
+    stages, virtual = train.pipeline_model_parallel_size, train.virtual_pipeline_model_parallel_size
+    rows = train.global_batch_size // replicas
+    if virtual > 1 and rows % stages:
+        rule = (
+            f"gives each of {replicas} replicas {rows} rows, and {VIRTUAL_STAGES} = {virtual} needs a multiple of "
+            f"{STAGES} = {stages}; use {-(-rows // stages) * stages * replicas}"
+        )
+        raise bad_value("train.global_batch_size", train.global_batch_size, rule)
 
 
 def _check_heads(settings: Sections) -> None:
@@ -175,26 +147,63 @@ def _check_tensor_parallel(settings: Sections) -> None:
         raise bad_value("train.tensor_model_parallel_size", size, rule)
 
 
-def _check_schedule(settings: Sections) -> None:
-    train = settings.train
-    if train.min_lr > train.lr:
-        raise bad_value("train.min_lr", train.min_lr, f"must be at most train.lr = {train.lr:g}")
-    name = "train.lr_decay_iters" if train.lr_decay_iters else "train.train_iters"
-    decay = train.lr_decay_iters or train.train_iters
-    if train.lr_warmup_iters >= decay:
-        rule = f"must be less than {name} = {decay}; use 0 for no warm-up"
-        raise bad_value("train.lr_warmup_iters", train.lr_warmup_iters, rule)
+def _check_pipeline(settings: Sections) -> None:
+    """Raise SettingError unless the layers divide among the stages, and nothing needs one stage."""
+    train, model, output = settings.train, settings.model, settings.output
+    stages, virtual = train.pipeline_model_parallel_size, train.virtual_pipeline_model_parallel_size
+    if virtual > 1 and stages == 1:
+        rule = f"interleaves pipeline stages, and {STAGES} is 1; use 1, or more stages"
+        raise bad_value(VIRTUAL_STAGES, virtual, rule)
+    if model.num_layers % (stages * virtual):
+        key, value = (STAGES, stages) if model.num_layers % stages else (VIRTUAL_STAGES, virtual)
+        product = f"{STAGES} * {VIRTUAL_STAGES} = {stages * virtual}"
+        rule = f"must divide model.num_layers = {model.num_layers}, as every virtual stage has equally many layers"
+        raise bad_value(key, value, rule if virtual == 1 else f"{rule}: {product} does not")
+    if stages == 1:
+        return
+    _check_experts_of_stages(settings)
+    traces: list[tuple[str, object]] = [("trace_steps", output.trace_steps), ("trace_interval", output.trace_interval)]
+    for key, trace in traces:
+        if trace:
+            rule = (
+                f"is not for {STAGES} = {stages}: a trace tells micro-batches apart by their order, and stages mix "
+                "the forward of some with the backward of others; use "
+                + ("null" if key == "trace_steps" else "0")
+                + ", or one stage"
+            )
+            raise bad_value(f"output.{key}", trace, rule)
+    if virtual > 1 and settings.data.balance != "none":
+        rule = (
+            f"gives replicas different numbers of micro-batches, and {VIRTUAL_STAGES} = {virtual} needs multiples of "
+            f"{STAGES} = {stages}; use none, or one virtual stage"
+        )
+        raise bad_value("data.balance", settings.data.balance, rule)
 
 
-def _check_fused_operators(settings: Sections) -> None:
-    train = settings.train
-    if train.fused_operators is True and resolve_device_type(train.device) != "npu":
-        rule = f"needs NPUs, and train.device is {train.device}; use auto or false, or train.device: npu"
-        raise bad_value("train.fused_operators", True, rule)
+def _check_experts_of_stages(settings: Sections) -> None:
+    """Raise SettingError unless all stages have layers of experts, or none has: Megatron gives experts an optimizer of
+    their own, and a checkpoint could not be loaded whose stages have different ones."""
+    train, model = settings.train, settings.model
+    stages, virtual = train.pipeline_model_parallel_size, train.virtual_pipeline_model_parallel_size
+    without = [
+        stage
+        for stage in range(stages)
+        if not any(
+            model.has_experts(layer)
+            for number in range(virtual)
+            for layer in layers_of_stage(model.num_layers, stages, virtual, stage, number)
+        )
+    ]
+    if without and len(without) < stages:
+        rule = (
+            f"gives stage {without[0]} of {STAGES} = {stages} no layer of experts, and others have some; give every "
+            "stage one, or none, or use fewer stages"
+        )
+        raise bad_value("model.moe_layer_freq", model.moe_layer_freq, rule)
 
 
-def _check_parallel(settings: Sections) -> None:
-    """Check expert parallelism, MLA, balance, and layers that differ under placement."""
+def _check_experts(settings: Sections) -> None:
+    """Check that ranks can share the experts."""
     model, train = settings.model, settings.train
     tp, ep, experts = train.tensor_model_parallel_size, train.expert_model_parallel_size, model.num_moe_experts
     key = "train.expert_model_parallel_size"
@@ -211,42 +220,6 @@ def _check_parallel(settings: Sections) -> None:
         if shared is not None and shared % tp:
             rule = f"must be a multiple of train.tensor_model_parallel_size = {tp}"
             raise bad_value("model.moe_shared_expert_intermediate_size", shared, rule)
-    if model.multi_latent_attention:
-        _check_latent(settings)
-    _check_balance(settings)
-    check_pool(settings)
-    suite = settings.context_parallel_suite
-    placing = {"layout": suite.options.get("layout") == "balanced", "algorithm": suite.algorithm == "hierarchical"}
-    for key, places in placing.items():
-        if places and model.window_layers not in (0, model.num_layers):
-            rule = (
-                "places documents by the work of a layer, and model.window_attn_skip_freq makes layers differ, which "
-                f"must hold the same rows; use {'zigzag' if key == 'layout' else 'direct'}, or windows in all layers"
-            )
-            raise bad_value(f"context_parallel_suite.{key}", "balanced" if key == "layout" else suite.algorithm, rule)
-
-
-def _check_balance(settings: Sections) -> None:
-    model, balance = settings.model, settings.data.balance
-    kind, weight = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
-    if balance != "none" and model.num_moe_experts is not None and kind != "none" and weight:
-        rule = (
-            f"repacks rows for every number of replicas, and model.moe_router_load_balancing_type = {kind} with "
-            f"model.moe_aux_loss_coeff = {weight:g} is a loss of whole rows, which would change; use none, or "
-            "model.moe_aux_loss_coeff: 0"
-        )
-        raise bad_value("data.balance", balance, rule)
-
-
-def _check_expert_ranks(settings: Sections, world_size: int) -> None:
-    """Raise ConfigError unless `world_size` ranks can share the experts."""
-    ep, stages = settings.train.expert_model_parallel_size, settings.train.pipeline_model_parallel_size
-    if world_size // stages % ep:
-        of_stage = "their number" if stages == 1 else f"the {world_size // stages} ranks of a pipeline stage"
-        raise ConfigError(
-            f"{world_size} ranks do not fit train.expert_model_parallel_size = {ep}, which must divide {of_stage}: "
-            f"every expert is on equally many ranks; start a multiple of {ep * stages}"
-        )
 
 
 def _check_latent(settings: Sections) -> None:
@@ -264,6 +237,117 @@ def _check_latent(settings: Sections) -> None:
             "norm once per rank; or set train.sequence_parallel: true"
         )
         raise bad_value("model.qk_layernorm", True, rule)
+
+
+def _check_balance(settings: Sections) -> None:
+    model, balance = settings.model, settings.data.balance
+    kind, weight = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
+    if balance != "none" and model.num_moe_experts is not None and kind != "none" and weight:
+        rule = (
+            f"repacks rows for every number of replicas, and model.moe_router_load_balancing_type = {kind} with "
+            f"model.moe_aux_loss_coeff = {weight:g} is a loss of whole rows, which would change; use none, or "
+            "model.moe_aux_loss_coeff: 0"
+        )
+        raise bad_value("data.balance", balance, rule)
+
+
+def _check_pool(settings: Sections) -> None:
+    """Raise SettingError unless the settings fit to data.balance: pool, if they have it."""
+    suite = settings.context_parallel_suite
+    if settings.data.balance != POOL:
+        return
+    if suite.algorithm != POOL_ALGORITHM:
+        rule = (
+            f"plans the documents of a step in groups of any size, which context_parallel_suite.algorithm = "
+            f"{suite.algorithm} has not; use context_parallel_suite.algorithm: {POOL_ALGORITHM}, or {POOL_KEY}: time"
+        )
+        raise bad_value(POOL_KEY, POOL, rule)
+    if suite.row_candidates:
+        rule = (
+            f"has one algorithm, {POOL_ALGORITHM}, and context_parallel_suite.candidates names others; use null there, "
+            f"or {POOL_KEY}: time"
+        )
+        raise bad_value(POOL_KEY, POOL, rule)
+    if suite.p2p_groups == "directional":
+        rule = (
+            "sends between any two ranks, and context_parallel_suite.p2p_groups = directional opens groups for "
+            f"neighbours alone; use auto there, or {POOL_KEY}: time"
+        )
+        raise bad_value(POOL_KEY, POOL, rule)
+    if settings.train.data_parallel_size is not None:
+        replicas_of_pool(suite.context_parallel_size, settings.train.data_parallel_size, settings.data.pool_ranks)
+
+
+def _check_placement(settings: Sections) -> None:
+    """Check that all layers attend alike where documents are placed by the work of a layer."""
+    model, suite = settings.model, settings.context_parallel_suite
+    placing = {"layout": suite.options.get("layout") == "balanced", "algorithm": suite.algorithm == "hierarchical"}
+    for key, places in placing.items():
+        if places and model.window_layers not in (0, model.num_layers):
+            rule = (
+                "places documents by the work of a layer, and model.window_attn_skip_freq makes layers differ, which "
+                f"must hold the same rows; use {'zigzag' if key == 'layout' else 'direct'}, or windows in all layers"
+            )
+            raise bad_value(f"context_parallel_suite.{key}", "balanced" if key == "layout" else suite.algorithm, rule)
+
+
+def _check_cluster(settings: Sections) -> None:
+    """Check that the cluster has such nodes, and that the ranks may hold a full row."""
+    suite, context = settings.context_parallel_suite, settings.data.seq_length
+    check_cluster(suite.cluster, suite.topology, "context_parallel_suite.cluster")
+    bound, ranks = suite.options.get(TOKEN_CAP_OPTION), suite.context_parallel_size
+    if bound is not None and ranks * bound < context:
+        rule = (
+            f"is too little for rows of data.seq_length = {context} over {ranks} ranks; use {-(-context // ranks)} or "
+            f"more, more ranks, or data.seq_length of {ranks * bound} or less"
+        )
+        raise bad_value(f"{SUITE_SECTION}.{TOKEN_CAP_OPTION}", bound, rule)
+
+
+def _check_attention(settings: Sections) -> None:
+    """Check that the device computes the attention of every layer."""
+    suite, train, attention = settings.context_parallel_suite, settings.train, whole_attention(settings)
+    device = resolve_device_type(train.device)
+    if suite.backend not in ("auto", device):
+        rule = f"does not run on train.device = {train.device} ({device}); use auto, or train.device: {suite.backend}"
+        raise bad_value(BACKEND_KEY, suite.backend, rule)
+    bias, dropout = "alibi" if attention.alibi else "none", "some" if attention.dropout else "none"
+    row = unsupported_attention({"backend": device, "mask": attention.mask, "bias": bias, "dropout": dropout})
+    if row is not None:
+        rule = f"{row} (algorithm {suite.algorithm}, backend {suite.backend})"
+        raise bad_value("model.position_embedding_type", settings.model.position_embedding_type, rule)
+    if device == "cuda" and attention.dropout and not train.bf16:
+        rule = (
+            "gives fp32, in which the cuda backend has no dropout; use true, model.attention_dropout: 0, or "
+            "train.device: cpu"
+        )
+        raise bad_value("train.bf16", False, rule)
+    if device == "npu":
+        try:
+            dtype = "bf16" if train.bf16 else "fp32"
+            lowering = suite.npu_options(attention, dtype, train.deterministic_mode)["lowering"]
+        except SettingError as error:
+            raise error.with_prefix(f"{SUITE_SECTION}.") from None
+        heads = max(1, attention.heads // train.tensor_model_parallel_size)
+        check_npu_limits(replace(attention, heads=heads, kv_heads=heads), lowering)
+
+
+def _check_schedule(settings: Sections) -> None:
+    train = settings.train
+    if train.min_lr > train.lr:
+        raise bad_value("train.min_lr", train.min_lr, f"must be at most train.lr = {train.lr:g}")
+    name = "train.lr_decay_iters" if train.lr_decay_iters else "train.train_iters"
+    decay = train.lr_decay_iters or train.train_iters
+    if train.lr_warmup_iters >= decay:
+        rule = f"must be less than {name} = {decay}; use 0 for no warm-up"
+        raise bad_value("train.lr_warmup_iters", train.lr_warmup_iters, rule)
+
+
+def _check_fused_operators(settings: Sections) -> None:
+    train = settings.train
+    if train.fused_operators is True and resolve_device_type(train.device) != "npu":
+        rule = f"needs NPUs, and train.device is {train.device}; use auto or false, or train.device: npu"
+        raise bad_value("train.fused_operators", True, rule)
 
 
 def _check_candidates(settings: Sections) -> None:

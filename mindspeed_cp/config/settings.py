@@ -17,7 +17,7 @@ from pydantic import model_validator
 from mindspeed_cp.config.candidates import SUITE_SECTION
 from mindspeed_cp.config.rules import check
 from mindspeed_cp.config.sections import Sections
-from mindspeed_cp.config.suite_surroundings import import_modules
+from mindspeed_cp.config.suite import import_modules
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.schema.yaml_file import (
     SettingsFile,

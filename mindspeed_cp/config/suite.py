@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from mindspeed_cp.algorithms import ALIASES, AUTO
+from mindspeed_cp.algorithms import ALGORITHMS, ALIASES, AUTO, AlgorithmOption
 from mindspeed_cp.choose.candidates import parse_candidate
-from mindspeed_cp.config.algorithm_options import check_divides, check_option, options_by_name
+from mindspeed_cp.cluster.cluster import cluster_of, load_cluster
 from mindspeed_cp.config.aliases import (
     SUITE_ALIAS_KEYS,
     UNSUPPORTED_KEYS,
     read_algorithm,
     translate_megatron_keys,
 )
-from mindspeed_cp.config.suite_surroundings import check_cluster, import_modules
 from mindspeed_cp.device.npu_variants import DEFAULTS, Need, profile_of_process, profile_variants
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import RANK_LIMIT, AttentionConfig, Topology
 from mindspeed_cp.schema.base import PositiveFloat, PositiveInt, Section
 from mindspeed_cp.schema.messages import bad_value, closest_names, did_you_mean, list_keys, unknown_key
+from mindspeed_cp.schema.numbers import divisors
 from mindspeed_cp.schema.yaml_file import apply_overrides, read_settings_file, with_file_location
 
 #: Option that `auto` takes too: a limit of the ranks' memory, not a choice.
@@ -296,3 +297,56 @@ class SuiteSettings(Section):
         suite = cls(**values)
         check_cluster(suite.cluster, suite.topology)
         return suite
+
+
+def options_by_name() -> dict[str, dict[str, AlgorithmOption]]:
+    """Return for each option name the options of that name, by algorithm."""
+    table: dict[str, dict[str, AlgorithmOption]] = {}
+    for algorithm in ALGORITHMS.values():
+        for name, option in algorithm.options.items():
+            table.setdefault(name, {})[algorithm.name] = option
+    return table
+
+
+def check_option(option: AlgorithmOption, value: Any, ranks: int) -> Any:
+    """Return the value of an option; raise SettingError if it is invalid on this number of ranks."""
+    value = option.with_words(value)
+    problem = option.problem(value, ranks)
+    if problem is not None:
+        raise bad_value(option.name, value, f"must be {problem} or null")
+    return value
+
+
+def check_divides(key: str, value: int, number_key: str, number: int) -> None:
+    """Raise SettingError unless a value divides the number of another key."""
+    if number % value:
+        valid = ", ".join(map(str, divisors(number)))
+        raise bad_value(key, value, f"must divide {number_key} = {number}; valid: {valid}")
+
+
+def check_cluster(cluster: str | None, topology: Topology, key: str = "cluster") -> None:
+    """Raise SettingError if there is no such cluster, or it has no such nodes.
+
+    Args:
+        cluster: preset or file; None: the default, which nodes of any size fit.
+        topology: the context-parallel ranks.
+        key: name of the setting, for the error.
+    """
+    if cluster is None:
+        return
+    try:
+        if cluster == "":  # a topology takes it for none
+            load_cluster(cluster)
+        cluster_of(topology)
+    except ConfigError as error:
+        raise bad_value(key, cluster, f"cannot be used: {error}") from None
+
+
+def import_modules(names: Any) -> None:
+    """Import the modules that register algorithms; other types of the value are reported as an invalid field."""
+    for name in names if isinstance(names, list) else ():
+        try:
+            importlib.import_module(name)
+        except (ImportError, AttributeError, TypeError, ValueError) as error:
+            rule = f"{name!r} cannot be imported: {error}; give modules that Python finds, for example by PYTHONPATH"
+            raise bad_value("algorithm_modules", names, rule) from None

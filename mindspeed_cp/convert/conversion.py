@@ -9,7 +9,7 @@ import yaml
 
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.config.candidates import SUITE_SECTION
-from mindspeed_cp.convert.rules import Outcome
+from mindspeed_cp.convert.flag_table import Outcome
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from mindspeed_cp.config.candidates import SUITE_SECTION
 from mindspeed_cp.config.settings import make_settings
-from mindspeed_cp.convert.rules import Given
+from mindspeed_cp.convert.flag_table import Given
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.schema.yaml_file import SettingsFile
 

@@ -1,10 +1,9 @@
 """`mindspeed-cp doctor` and `mindspeed-cp calibrate`: check and measure a machine, or all ranks that torchrun started.
 
 one machine    run_checks    machine.py            versions, devices
-                             operator.py, fused.py  operators against fp64 (reference.py), in a process that may
-                                                    hang or crash (guarded.py)
-                             kernel_capability.py   the rows that make the profile of an NPU
-                             links.py               rings of the machine's devices
+                             operator.py           the operator against fp64 (reference.py), in a process that may hang
+                                                   or crash (guarded.py)
+                             kernel_capability.py  the rows that make the profile of an NPU
 all ranks      ranks.py      the same facts and operators on every rank, links, and algorithms (algorithm_run.py)
                              beside the simulator; findings.py says what the figures mean
 a preset       calibrate.py  kernel_timing.py and links.py, fitted by mindspeed_cp/cluster
@@ -23,7 +22,6 @@ import torch.distributed as dist
 from mindspeed_cp.device.npu_profile import NpuProfile
 from mindspeed_cp.device.select import load_npu, npu_identity
 from mindspeed_cp.device.versions import version_report
-from mindspeed_cp.doctor.fused import check_fused_operators
 from mindspeed_cp.doctor.guarded import ROW_SECONDS, Failure, GuardedCall, run_guarded
 from mindspeed_cp.doctor.kernel_capability import (
     CAPABILITY_CASES,
@@ -32,7 +30,6 @@ from mindspeed_cp.doctor.kernel_capability import (
     make_profile,
     profile_row,
 )
-from mindspeed_cp.doctor.links import check_links
 from mindspeed_cp.doctor.machine import (
     DEVICES,
     backend_status,
@@ -51,8 +48,9 @@ from mindspeed_cp.doctor.operator import (
     check,
     failed_check,
 )
-from mindspeed_cp.doctor.tables import print_tables, report_tables
+from mindspeed_cp.doctor.tables import report_tables
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.report.text import print_tables
 
 __all__ = ["LONG_CASES", "MAX_DIFFERENCE", "SHORT_CASES", "check_operator", "run_checks", "write_report"]
 
@@ -60,8 +58,6 @@ __all__ = ["LONG_CASES", "MAX_DIFFERENCE", "SHORT_CASES", "check_operator", "run
 def run_checks(
     kind: str = "auto",
     seed: int = 0,
-    link_megabytes: int = 64,
-    link_seconds: float | None = None,
     row_seconds: float | None = None,
     capabilities: Sequence[CapabilityCase] = CAPABILITY_CASES,
 ) -> dict[str, Any]:
@@ -70,16 +66,14 @@ def run_checks(
     Args:
         kind: "cpu", "cuda" or "npu": only this device, which must be present; "auto": every device that is present.
         seed: seed of the random inputs.
-        link_megabytes: size of a message between NPUs in the speed measurement.
-        link_seconds: time limit for the links; None: depends on the number of NPUs.
         row_seconds: time limit for a check of an NPU or GPU; None: ROW_SECONDS.
         capabilities: rows of the profile of an NPU.
 
     Returns:
         {"ok", "requirements", "versions", "version_status", "machine", "devices", "backends", "communication",
-        "checks", "npu_profile", "fused_operators", "links"}, plain data. "npu_profile" is the content of an NpuProfile,
-        None without an NPU. "ok" is True if at least one backend runs, no check and no row of the profile exceeds its
-        limit, all links work and no version is too old.
+        "checks", "npu_profile"}, plain data. "npu_profile" is the content of an NpuProfile, None without an NPU. "ok"
+        is True if at least one backend runs, no check and no row of the profile exceeds its limit, and no version is
+        too old.
 
     Raises:
         ConfigError: the requested device cannot be used; names the cause and the remedy.
@@ -102,12 +96,10 @@ def run_checks(
         cases = (*SHORT_CASES, *(LONG_CASES if name != "cpu" else ()))
         rows, profile_of_device = check_operator(name, cases, seed, row_seconds, capabilities)
         checks, profile = checks + rows, profile_of_device or profile
-    fused = check_fused_operators(seed) if "npu" in checked else []
-    links = check_links("npu", devices["npu"]["count"], link_megabytes, link_seconds) if "npu" in checked else []
     statuses = version_report()
     refused = [status for status in statuses if status.status == "refused"]
     profile_content = None if profile is None else profile.model_dump()
-    rows = [*checks, *(profile_content or {"rows": []})["rows"], *fused, *links, *requirement_rows]
+    rows = [*checks, *(profile_content or {"rows": []})["rows"], *requirement_rows]
     return {
         "ok": bool(checks) and not refused and all(row["ok"] for row in rows),
         "requirements": requirement_rows,
@@ -123,8 +115,6 @@ def run_checks(
         },
         "checks": checks,
         "npu_profile": profile_content,
-        "fused_operators": fused,
-        "links": links,
     }
 
 
@@ -198,9 +188,8 @@ def report_lines(report: dict[str, Any]) -> list[str]:
     total = len(report["checks"])
     profile = report["npu_profile"] or {"rows": []}
     if report["ok"]:
-        links = f"; all {len(report['links'])} rings of this machine's NPUs work" if report["links"] else ""
         rows = f"; so do all {len(profile['rows'])} rows of the npu backend's variants" if profile["rows"] else ""
-        lines.append(f"ok: all {total} checks of the attention operator agree with the fp64 reference{rows}{links}")
+        lines.append(f"ok: all {total} checks of the attention operator agree with the fp64 reference{rows}")
     elif failed:
         lines.append(f"FAILED: {failed} of {total} checks of the attention operator differ from the fp64 reference")
     elif not total and all(row["ok"] for row in report["requirements"]):
@@ -210,8 +199,7 @@ def report_lines(report: dict[str, Any]) -> list[str]:
         text = ", ".join(names[:6]) + f" and {len(names) - 6} more" * (len(names) > 6)
         remedy = "train with the npu_profile of this device, which takes what passed (--npu-profile)"
         lines.append(f"FAILED: {text}; {remedy}")
-    fused = [f"{row['operator']} ({row['dtype']})" for row in report["fused_operators"] if not row["ok"]]
-    if fused:
-        lines.append(f"FAILED: {', '.join(fused)}; train with train.fused_operators: false")
-    failed_links = [row["case"] for row in report["links"] if not row["ok"]]
-    return [*lines, f"FAILED: {', '.join(failed_links)}"] if failed_links else lines
+    npus = report["devices"]["npu"]["count"]
+    if npus > 1:
+        lines.append(f"note: links are measured by torchrun --nproc-per-node {npus} -m mindspeed_cp doctor")
+    return lines

@@ -15,28 +15,21 @@ import torch.distributed as dist
 
 from mindspeed_cp.cluster.assemble import assemble_cluster, write_preset
 from mindspeed_cp.cluster.cluster import Cluster, load_cluster
-from mindspeed_cp.cluster.measurements import MeasuredFits, Measurement, read_measurements
+from mindspeed_cp.cluster.measurements import MeasuredFits, Measurement
 from mindspeed_cp.device.select import load_npu, resolve_device_type
 from mindspeed_cp.doctor.kernel_timing import KernelSizes, measure_kernels
 from mindspeed_cp.doctor.launch import Launch, is_launched, read_launch
 from mindspeed_cp.doctor.links import TIMEOUT, LinkTimer, join_process_group, measure_links, measure_local_links
 from mindspeed_cp.doctor.machine import device_memory, device_name, rank_device
 from mindspeed_cp.doctor.operator import DTYPES
-from mindspeed_cp.doctor.tables import cluster_tables, print_tables
+from mindspeed_cp.doctor.tables import cluster_tables
 from mindspeed_cp.errors import ConfigError, PeerError
+from mindspeed_cp.report.text import print_tables
 
 #: Devices that can be measured: rows of the largest tile, and hidden size of the matrix products.
 MAX_TILE_ROWS, HIDDEN_SIZE = {"cpu": 2048, "npu": 16384}, {"cpu": 1024, "npu": 4096}
 
 BAD_FIT_ERROR = 0.15
-LINK_KINDS = ("in_node", "in_node_all", "network", "network_all")
-
-#: Kind of measurement from which a value of a cluster comes.
-_KIND_OF_VALUE = {
-    "attention_efficiency": "attention", "tile_rows": "attention", "launch": "attention", "linear_efficiency": "linear",
-    "fabric": "in_node", "pair_bandwidth": "in_node", "rank_bandwidth": "in_node", "in_node_latency": "in_node",
-    "nics_per_node": "network", "nic_bandwidth": "network", "network_latency": "network", "posting": "posting",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,7 +42,6 @@ class CalibrationRequest:
         device: "auto" or a key of MAX_TILE_ROWS.
         nproc: local ranks to start for measuring links; 1: none; None: all devices, or 2 on a CPU.
         base: preset for the values that are not measured.
-        csv: CSV file; the kinds of measurements that it has are not measured.
         name: name of the preset; None: that of the file.
         peak_flops: peak of one device in FLOP/s; None: that of the base, or the highest measured rate.
         heads, kv_heads, head_dim, dtype: attention that is timed.
@@ -62,7 +54,6 @@ class CalibrationRequest:
     device: str
     nproc: int | None
     base: str | None
-    csv: Path | None
     name: str | None
     peak_flops: float | None
     heads: int
@@ -114,14 +105,11 @@ def run_calibration(request: CalibrationRequest, *, as_json: bool) -> None:
     """
     base = request.check()
     kind = resolve_device_type(request.device)
-    given = [] if request.csv is None else read_measurements(request.csv)
-    given_kinds = {measurement.kind for measurement in given}
-    links, ranks, rank = _measure_links(request, kind, given_kinds, base)
+    links, ranks, rank = _measure_links(request, kind, base)
     if rank:
         return
     device = rank_device(kind, 0)
-    measurements = [*given, *(measurement for measurement in links if measurement.kind not in given_kinds)]
-    measurements += _measure_kernels(request, device, given_kinds)
+    measurements = [*links, *_measure_kernels(request, device)]
     fits = MeasuredFits.from_measurements(measurements, ranks or (1 if base is None else base.ranks_per_node))
     cluster, sources = assemble_cluster(
         request.name or request.out.stem,
@@ -131,8 +119,6 @@ def run_calibration(request: CalibrationRequest, *, as_json: bool) -> None:
         base=base,
         peak_flops=request.peak_flops,
     )
-    if request.csv is not None:
-        sources = {key: _source_with_file(source, request.csv, given_kinds, key) for key, source in sources.items()}
     sizes = f"{request.dtype}, {request.heads} heads of {request.head_dim}"
     title = f"Fitted by mindspeed-cp calibrate on {device_name(device)}, {sizes}"
     write_preset(request.out, cluster, sources, title)
@@ -140,31 +126,21 @@ def run_calibration(request: CalibrationRequest, *, as_json: bool) -> None:
 
 
 def _measure_links(
-    request: CalibrationRequest, kind: str, given: set[str], base: Cluster | None
+    request: CalibrationRequest, kind: str, base: Cluster | None
 ) -> tuple[list[Measurement], int | None, int]:
     """Return measurements of links, the number of ranks of a node, None if unknown, and the number of this rank."""
     launched = is_launched()
     if launched and request.nproc is not None:
         raise ConfigError(f"--nproc {request.nproc}: the launcher has set the number of ranks; leave --nproc out")
-    if given & set(LINK_KINDS):
-        if launched:
-            raise ConfigError(f"{request.csv}: has rows of links; start one process, not several ranks")
-        if base is None and request.nproc is None:
-            raise ConfigError(
-                f"{request.csv}: has rows of links, but not of how many ranks of a node; give --nproc, or a "
-                "--base with its ranks_per_node"
-            )
-        return [], request.nproc, 0
     if launched:
         launch = read_launch("calibrate OUT.yaml")
         return _measure_launched(kind, launch), launch.ranks_per_node, launch.rank
-    devices = None if kind == "cpu" else _device_count(kind)
+    devices = None if kind == "cpu" else int(load_npu("--device npu", "--device cpu").device_count())
     ranks = request.nproc or devices or 2
     if ranks == 1:
         if base is None:
             raise ConfigError(
-                "--nproc 1: links cannot be measured with one rank; give --nproc 2 or more, --csv with rows of "
-                "in_node, or a --base that has them"
+                "--nproc 1: links cannot be measured with one rank; give --nproc 2 or more, or a --base that has them"
             )
         return [], None, 0
     if base is not None:
@@ -172,11 +148,6 @@ def _measure_links(
     if devices is not None and ranks > devices:
         raise ConfigError(f"--nproc {ranks}: this machine has {devices} {kind.upper()}s; every rank needs its own")
     return measure_local_links(kind, ranks), ranks, 0
-
-
-def _device_count(kind: str) -> int:
-    assert kind == "npu", kind
-    return int(load_npu("--device npu", "--device cpu").device_count())
 
 
 def _measure_launched(kind: str, launch: Launch) -> list[Measurement]:
@@ -190,24 +161,14 @@ def _measure_launched(kind: str, launch: Launch) -> list[Measurement]:
         dist.destroy_process_group()
 
 
-def _measure_kernels(request: CalibrationRequest, device: torch.device, given: set[str]) -> list[Measurement]:
-    kinds = tuple(name for name in ("attention", "linear") if name not in given)
-    if not kinds:
-        return []
+def _measure_kernels(request: CalibrationRequest, device: torch.device) -> list[Measurement]:
     longest = request.longest or MAX_TILE_ROWS[device.type]
     sizes = KernelSizes(
         request.heads, request.kv_heads or request.heads, request.head_dim, longest, HIDDEN_SIZE[device.type],
         DTYPES[request.dtype], request.seconds,
     )  # fmt: skip
     with torch.no_grad():
-        return measure_kernels(device, sizes, kinds)
-
-
-def _source_with_file(source: str, path: Path, given: set[str], key: str) -> str:
-    """Return the source of a value, with the file instead of "measured" if its kind of measurement was read there."""
-    if key == "ranks_per_node" and given & set(LINK_KINDS):
-        return source.replace("measured", "given")
-    return source.replace("measured", path.name) if _KIND_OF_VALUE.get(key) in given else source
+        return measure_kernels(device, sizes)
 
 
 def _print(

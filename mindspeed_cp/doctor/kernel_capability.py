@@ -8,7 +8,6 @@ passed (`mindspeed_cp/device/npu_variants.py`).
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,7 +29,7 @@ from mindspeed_cp.layout import Documents
 from mindspeed_cp.ops.attention.npu.backend import NpuAttention
 from mindspeed_cp.ops.attention.npu.fused_operator import FusedOperator, TorchNpuOperator
 from mindspeed_cp.plan import AttentionConfig, Plan
-from mindspeed_cp.report.files import write_atomically
+from mindspeed_cp.report.files import check_output_path, write_atomically
 
 # By CANN's public sources, kernels change at these lengths; they divide by nothing where the shape allows it.
 SHORT = [301, 97, 510]  # mean below 1,024
@@ -261,10 +260,7 @@ def taken_by_profile(profile: NpuProfile) -> tuple[tuple[str, ...], ...]:
 
 def check_profile_path(path: Path) -> None:
     """Raise ConfigError unless a profile can be written to a path: before minutes of work."""
-    if not path.parent.is_dir():
-        raise ConfigError(f"--npu-profile {path}: there is no folder {path.parent}; make it, or give another one")
-    if not os.access(path.parent, os.W_OK):
-        raise ConfigError(f"--npu-profile {path}: the folder {path.parent} cannot be written; give another one")
+    check_output_path("--npu-profile", path, (path.suffix.lower(),))
     if not path.exists():
         return
     try:

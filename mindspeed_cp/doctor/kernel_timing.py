@@ -56,24 +56,18 @@ class TimedCall:
     calls: int = 1
 
 
-def measure_kernels(
-    device: torch.device, sizes: KernelSizes, kinds: tuple[str, ...] = ("attention", "linear")
-) -> list[Measurement]:
+def measure_kernels(device: torch.device, sizes: KernelSizes) -> list[Measurement]:
     """Time attention, forward and backward together, and matrix products.
 
     Args:
         device: a device of this machine.
         sizes: sizes of the kernels.
-        kinds: "attention", "linear" or both.
 
     Returns:
         A measurement for each size, with the minimum over all rounds: other processes only add time.
     """
-    cases: list[TimedCall] = []
-    if "attention" in kinds:
-        cases += [attention_call(device, sizes, *rows) for rows in _tiles(sizes.longest)]
-    if "linear" in kinds:
-        cases += [_linear(device, sizes, tokens) for tokens in _powers(64, max(2048, sizes.longest))]
+    cases = [attention_call(device, sizes, *rows) for rows in _tiles(sizes.longest)]
+    cases += [_linear(device, sizes, tokens) for tokens in _powers(64, max(2048, sizes.longest))]
     for case in cases:  # the first call allocates and compiles; the second is timed to choose the number of calls
         case.run()
         case.calls = max(1, int(BLOCK_SECONDS / max(_timed(case, device), 1e-7)))

@@ -1,4 +1,4 @@
-"""Speeds and soundness of links: rings of one machine's devices, pairs of ranks, and messages of many sizes.
+"""Speeds of links: pairs of ranks, and messages of many sizes.
 
 Messages use the transport of the engine (:class:`mindspeed_cp.comm.GroupTransport`): HCCL between NPUs, NCCL between
 GPUs, gloo between CPUs. `mindspeed-cp calibrate` fits a cluster to the messages of many sizes.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
@@ -19,7 +18,7 @@ import torch.distributed as dist
 
 from mindspeed_cp.algorithms import build_plan
 from mindspeed_cp.cluster.measurements import Measurement
-from mindspeed_cp.comm import GroupTransport, Transfer, close_directional_groups, open_directional_groups, warm_up
+from mindspeed_cp.comm import GroupTransport, Transfer, warm_up
 from mindspeed_cp.comm.local_ranks import NO_ANSWER, run_local_ranks
 from mindspeed_cp.device.open_files import check_open_files, raise_limit
 from mindspeed_cp.device.select import set_hccl_timeouts
@@ -27,12 +26,6 @@ from mindspeed_cp.doctor.machine import GROUP_LIBRARIES, rank_device, synchroniz
 from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig, Topology
-
-#: Default time limit of all rings. The first communicators of a machine take long.
-BASE_SECONDS, SECONDS_PER_DEVICE = 120.0, 15.0
-ERROR_GRACE_SECONDS = 5.0  # for other ranks, after one has failed
-NO_ODD_RING = " (no odd ring: that takes 3 devices)"
-TIMED_ROUNDS = 5
 
 SIZES = tuple(1 << power for power in range(10, 25, 2))  # bytes of a message for the fit: 1 KiB to 16 MiB
 BYTES_TO_EACH_PEER = 1 << 23  # when all ranks send at once
@@ -47,9 +40,6 @@ SILENT = "a rank is gone or silent"
 
 #: Texts by which a rank says that it could not begin, while others wait for it in vain.
 _CAUSES = ("Too many open files", "can't start new thread", "No space left")
-
-#: Name of a ring, True if all data arrived, and GB/s; None on ranks outside the ring.
-RingResult = tuple[str, bool, float | None]
 
 
 def join_process_group(device: torch.device, seconds: float, **arguments: Any) -> None:
@@ -228,9 +218,7 @@ def measure_links(timer: LinkTimer, local_size: int, largest: Mapping[str, int] 
         peers = [(rank + local_size) % (2 * local_size)] if rank < 2 * local_size else []
         measurements += timer.time_sizes("network", 0, local_size, most)
         measurements.append(timer.time_all("network_all", peers, most))
-    if (
-        timer.device.type == "cpu" and size > 1
-    ):  # beside a device the host is ahead, and its seconds are not the device's
+    if timer.device.type == "cpu" and size > 1:  # beside a device the host is ahead
         measurements.append(timer.time_posting())
     return measurements
 
@@ -246,60 +234,12 @@ def measure_local_links(kind: str, ranks: int) -> list[Measurement]:
         ConfigError: the machine does not let a rank open enough files.
         PeerError: a rank failed; names it and its error.
     """
-    answers = _run_local(_measure_rank, ranks, (kind,), 2 * TIMEOUT, grace=0.0)
+    check_open_files(ranks)  # with too few, libraries report time-outs
+    answers = run_local_ranks(_measure_rank, ranks, (kind,), 2 * TIMEOUT, 0.0)
     error = first_error(answers, f" within {2 * TIMEOUT:g} s")
     if error is not None:
         raise PeerError(f"calibrate: {error}")
     return list(answers[0])
-
-
-def check_links(kind: str, devices: int, megabytes: int = 64, seconds: float | None = None) -> list[dict[str, Any]]:
-    """Run rings over the devices of this machine, with one process for each.
-
-    Every ring runs twice, with one coalesced launch per step and over directional groups: with all devices, and, if
-    their number is even and above 3, also with one fewer, since odd rings have hung with other pairings.
-
-    Args:
-        kind: "npu" or "cuda".
-        devices: number of devices; one has no links.
-        megabytes: size of a message in the speed measurement.
-        seconds: time limit of all rings; None: :func:`links_time_limit`.
-
-    Returns:
-        For each ring {"case", "ok", "error", "gigabytes_per_second"}. The speed is that of the slowest rank, which
-        sends and receives as much at the same time; None if it was not measured.
-    """
-    if devices < 2:
-        return []
-    limit = links_time_limit(devices) if seconds is None else seconds
-    try:
-        answers = _run_local(_ring_rank, devices, (kind, megabytes, limit), limit, ERROR_GRACE_SECONDS)
-    except ConfigError as error:
-        return [_failed_rings(devices, str(error))]
-    return ring_rows(answers, limit)
-
-
-def links_time_limit(devices: int) -> float:
-    """Return the default time limit in seconds for the rings of a number of devices."""
-    return BASE_SECONDS + SECONDS_PER_DEVICE * devices
-
-
-def ring_rows(answers: Mapping[int, Any], limit: float) -> list[dict[str, Any]]:
-    """Return the rows of the report from the answers of all ranks: lists of RingResult, or the text of an error."""
-    failure = first_error(answers, f" within {limit:g} s (--link-seconds)")
-    if failure is not None:
-        return [_failed_rings(len(answers), failure)]
-    rows = []
-    for results in zip(*(answers[rank] for rank in sorted(answers)), strict=True):
-        wrong = [str(rank) for rank, (_, is_right, _) in enumerate(results) if not is_right]
-        speed = min((speed for *_, speed in results if speed is not None), default=None)
-        error = f"ranks {', '.join(wrong)} got other data than was sent" if wrong else None
-        rows.append({"case": results[0][0], "ok": not wrong, "error": error, "gigabytes_per_second": speed})
-    return rows
-
-
-def _failed_rings(devices: int, error: str) -> dict[str, Any]:
-    return {"case": f"rings of {devices} devices", "ok": False, "error": error, "gigabytes_per_second": None}
 
 
 def first_error(answers: Mapping[int, Any], silence: str = "") -> str | None:
@@ -330,14 +270,6 @@ def error_text(error: BaseException) -> str:
     return (text if isinstance(error, (ConfigError, PeerError)) else f"{type(error).__name__}: {text}")[:600]
 
 
-def _run_local(
-    function: Callable[..., Any], ranks: int, arguments: tuple[Any, ...], limit: float, grace: float
-) -> dict[int, Any]:
-    """Run ranks of this machine, if it lets them open enough files: with too few, libraries report time-outs."""
-    check_open_files(ranks)
-    return run_local_ranks(function, ranks, arguments, limit, grace)
-
-
 def _measure_rank(rank: int, ranks: int, init_method: str, kind: str) -> list[Measurement]:
     raise_limit()
     if sys.platform == "linux":  # whatever the name of the host resolves to: all ranks are on this machine
@@ -345,67 +277,3 @@ def _measure_rank(rank: int, ranks: int, init_method: str, kind: str) -> list[Me
     device = rank_device(kind, rank)
     join_process_group(device, TIMEOUT, init_method=init_method, rank=rank, world_size=ranks)
     return measure_links(LinkTimer(device), ranks)
-
-
-def _ring_rank(rank: int, size: int, init_method: str, kind: str, megabytes: int, limit: float) -> list[RingResult]:
-    """Run all rings on the process of one rank."""
-    raise_limit()
-    try:
-        device = rank_device(kind, rank)
-        join_process_group(device, limit, init_method=init_method, rank=rank, world_size=size)
-        return run_rings(rank, size, device, megabytes, limit)
-    except Exception:
-        traceback.print_exc()
-        raise
-
-
-def run_rings(rank: int, size: int, device: torch.device, megabytes: int, limit: float) -> list[RingResult]:
-    """Run all rings of the default process group on one rank."""
-    results: list[RingResult] = []
-    timeout = timedelta(seconds=limit)
-    for members in [size] + ([size - 1] if size > 3 and size % 2 == 0 else []):
-        ring = dist.new_group(list(range(members)), timeout)
-        rest = dist.new_group(list(range(members, size)), timeout) if members < size else None
-        group = ring if rank < members else rest
-        assert group is not None
-        for directional in (False, True):
-            launches = "directional groups" if directional else "one launch a step"
-            if directional:
-                open_directional_groups(group, device, timeout)
-            is_right, speed = _run_ring(group, device, megabytes, limit) if rank < members else (True, None)
-            if directional:
-                close_directional_groups(group)
-            results.append((f"ring of {members}, {launches}{NO_ODD_RING * (size == 2)}", is_right, speed))
-    return results
-
-
-def _run_ring(
-    group: dist.ProcessGroup, device: torch.device, megabytes: int, limit: float
-) -> tuple[bool, float | None]:
-    """Send the block of every rank once around the ring. Returns True if all blocks arrived, and the GB/s that this
-    rank sends while it receives as much."""
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    warm_up(build_plan(Documents([4 * size]), Topology(1, size), AttentionConfig(1), "ring"), group, device)
-    transport = GroupTransport(group, limit, device)
-    rows = megabytes * (1 << 20) // 4
-    blocks = [torch.full((rows,), float(rank), device=device), torch.empty(rows, device=device)]
-
-    def step(number: int) -> None:
-        sent, received = blocks[number % 2], blocks[(number + 1) % 2]
-        transfers = [
-            Transfer(sent, (rank + 1) % size, True, number, "block"),
-            Transfer(received, (rank - 1) % size, False, number, "block"),
-        ]
-        for pending in transport.post(transfers):
-            pending.wait()
-
-    is_right = True
-    for number in range(size):
-        step(number)
-        is_right &= bool((blocks[(number + 1) % 2] == float((rank - number - 1) % size)).all())
-    synchronize(device)
-    start = time.perf_counter()
-    for number in range(TIMED_ROUNDS):
-        step(number)
-    synchronize(device)
-    return is_right, TIMED_ROUNDS * rows * 4 / (time.perf_counter() - start) / 1e9

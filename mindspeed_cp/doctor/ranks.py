@@ -48,11 +48,11 @@ from mindspeed_cp.doctor.launch import Launch
 from mindspeed_cp.doctor.links import SIZES, LinkTimer, error_text, first_error, join_process_group, measure_links
 from mindspeed_cp.doctor.machine import device_memory, device_name, machine_status, npu_versions, rank_device, versions
 from mindspeed_cp.doctor.operator import DTYPES
-from mindspeed_cp.doctor.tables import print_tables
 from mindspeed_cp.errors import ConfigError, PeerError, PlanError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.ops.host_memory import keep_freed_memory
 from mindspeed_cp.plan import AttentionConfig, Topology
+from mindspeed_cp.report.text import print_tables
 from mindspeed_cp.simulate import simulate_plan
 
 FORMAT = 1

@@ -1,4 +1,4 @@
-"""Tables of the reports of `doctor` and `calibrate`, and their output."""
+"""Tables of the reports of `doctor` and `calibrate`."""
 
 from __future__ import annotations
 
@@ -11,29 +11,11 @@ from mindspeed_cp.device.npu_variants import VARIANTS
 from mindspeed_cp.device.open_files import largest_run
 from mindspeed_cp.doctor.kernel_capability import taken_by_profile
 from mindspeed_cp.doctor.operator import DTYPES
-from mindspeed_cp.report.text import Table, output_width
-
-
-def print_tables(tables: Iterable[Table]) -> None:
-    """Print tables; where one is wider than the terminal, its cells are wrapped and no letter is lost."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table as Grid
-
-    console = Console(markup=False, highlight=False, emoji=False, width=output_width())
-    for table in tables:
-        grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False, show_header=any(table.columns))
-        for heading in table.columns:
-            grid.add_column(heading, overflow="fold")
-        for row in table.rows:
-            grid.add_row(*row)
-        console.print(table.title, style="bold")
-        console.print(grid)
+from mindspeed_cp.report.text import Table
 
 
 def report_tables(report: dict[str, Any]) -> list[Table]:
-    """Return the tables of one machine: versions, devices, checks of the operator, variants of the npu backend, fused
-    operators, rings between NPUs."""
+    """Return the tables of one machine: versions, devices, checks of the operator, variants of the npu backend."""
     devices = [
         (
             kind,
@@ -56,28 +38,6 @@ def report_tables(report: dict[str, Any]) -> list[Table]:
         tables.append(_by_type(title, ("variant", "shape"), [_profile_cells(row) for row in profile.rows]))
         taken = taken_by_profile(profile)
         tables.append(Table("Taken with npu_profile (heads of 128)", ("attention", *VARIANTS), taken))
-    if report["fused_operators"]:
-        fused = [
-            (
-                f"{row['operator']} {row['dtype']}".strip(),
-                "-" if row["difference"] is None else f"{row['difference']:.1e}",
-                row["error"] or "ok" if row["ok"] else f"FAILED {row['error'] or ''}".strip(),
-            )
-            for row in report["fused_operators"]
-        ]
-        title = "Fused operators of torch-npu, largest difference to fp64"
-        tables.append(Table(title, ("operator", "difference", ""), tuple(fused)))
-    if report["links"]:
-        rings = [
-            (
-                row["case"],
-                "-" if row["gigabytes_per_second"] is None else f"{row['gigabytes_per_second']:.1f}",
-                "ok" if row["ok"] else f"FAILED {row['error']}",
-            )
-            for row in report["links"]
-        ]
-        columns = ("HCCL between NPUs of this machine", "GB/s, slowest rank, each way", "")
-        tables.append(Table("Links", columns, tuple(rings)))
     return tables
 
 

@@ -13,6 +13,7 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.schema.messages import short_repr
 from mindspeed_cp.schema.numbers import check_count, is_int
+from mindspeed_cp.schema.unsupported import BLOCKS_NEED, CAUSAL_CROSS_ATTENTION, TREES_NEED
 
 MASKS = ("causal", "full")
 
@@ -21,19 +22,6 @@ UNLIMITED = 2**31
 
 #: Upper limit of the number of ranks.
 RANK_LIMIT = 10**6
-
-#: The one problem that no algorithm supports: (problem, alternatives).
-CAUSAL_CROSS_ATTENTION = (
-    "attention.mask is 'causal' with keys of other lengths than queries, which leaves open where among the keys a "
-    "query stands",
-    "mask 'full', or kv_documents with the lengths of documents",
-)
-
-#: What trees of documents are for.
-TREES_OF = "mask 'causal' and self-attention, or documents without parents"
-
-#: What blocks are for.
-BLOCKS_OF = "mask 'causal' and self-attention without ALiBi, or documents without blocks"
 
 #: Largest slope and scale: kernels take both in fp32.
 FP32_MAX = float(np.finfo(np.float32).max)
@@ -313,7 +301,7 @@ def documents_error(documents: Documents, kv_documents: Documents, attention: At
         )
     has_blocks = documents.blocks is not None or kv_documents.blocks is not None
     has_parents = documents.trees is not None or kv_documents.trees is not None
-    for name, is_given, valid in (("parents", has_parents, TREES_OF), ("blocks", has_blocks, BLOCKS_OF)):
+    for name, is_given, valid in (("parents", has_parents, TREES_NEED), ("blocks", has_blocks, BLOCKS_NEED)):
         conflict = None
         if kv_documents != documents:
             same = np.array_equal(kv_documents.lengths, documents.lengths)
@@ -325,7 +313,7 @@ def documents_error(documents: Documents, kv_documents: Documents, attention: At
         if is_given and conflict is not None:
             return f"documents have {name}, with {conflict}; valid: {valid}"
     if attention.mask == "causal" and kv_documents != documents:
-        return f"{CAUSAL_CROSS_ATTENTION[0]}; valid: {CAUSAL_CROSS_ATTENTION[1]}"
+        return str(CAUSAL_CROSS_ATTENTION)
     return None
 
 

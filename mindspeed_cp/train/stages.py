@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from mindspeed_cp.config.pipeline import layers_of_stage
+from mindspeed_cp.config.derived import layers_of_stage
 from mindspeed_cp.config.rules import VOCAB_SIZE_DIVISIBLE_BY
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.data import VOCAB_SIZE

@@ -13,9 +13,7 @@ import pytest
 
 from mindspeed_cp import AttentionConfig, Documents, Plan, Topology, build_plan
 from mindspeed_cp.algorithms import ALGORITHMS
-from mindspeed_cp.cli.lengths import read_numbers
 from mindspeed_cp.cli.main import run
-from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import peak_bytes, traffic
 from mindspeed_cp.report.plan import summarize_plan
 
@@ -29,13 +27,6 @@ def failure(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 
     assert captured.out == ""
     assert captured.err.startswith("error: ") and captured.err.count("\n") == 1 and "Traceback" not in captured.err
     return captured.err
-
-
-def test_plan_prints_layout_tiles_and_balance(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["plan", "--lengths", "5000,37,1200", "--cp", "4"]) == 0
-    text = capsys.readouterr().out
-    for part in ("Plan", "6,237", "Ranks", "Work per step", "step 3", "imbalance of attention"):
-        assert part in text
 
 
 def test_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,7 +158,9 @@ def test_plan_draws_every_algorithm_and_tells_bytes(
         (["--algorithm", "ring"], None),
     ],
 )
-def test_plan_says_what_looks_odd(arguments: list[str], hint: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_notes_a_double_ring_of_one_window_and_idle_ranks(
+    arguments: list[str], hint: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert run(["plan", "--lengths", "700,30,410", "--ranks", "4", *arguments]) == 0
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
     assert [hint in note for note in notes] == [True] if hint else not notes
@@ -221,19 +214,13 @@ def test_plan_options_are_those_of_build_plan(
         (["plan"], "--lengths"),
         (["plan", "--lengths", "5,x"], "'x' is not a length"),
         (["plan", "--lengths", "-5"], "'-5' is negative"),
-        (["plan", "--lengths", ""], "unknown length set"),
-        (["plan", "--lengths", "wikipedai"], "did you mean wikipedia?"),
         (["plan", "--lengths", "99999999999"], "'99999999999' is too long for a document"),
-        (["plan", "--lengths", "/no/such/file"], "/no/such/file: no such file"),
-        (["plan", "--lengths", "/"], "no such file"),
         (["plan", "--lengths", "5", "--cp", "0"], "'--cp'"),
         (["plan", "--lengths", "5", "--ranks", "many"], "'--ranks'"),
-        (["plan", "--lengths", "5", "--ranks", "6", "--nodes", "4"], "--ranks 6"),
         (
             ["plan", "--lengths", "5", "--cp", "6", "--nodes", "2", "--ranks-per-node", "2"],
             "2 x --ranks-per-node 2 = 4",
         ),
-        (["plan", "--lengths", "5", "--kv-heads", "3"], "--kv-heads: model.num_query_groups = 3: must divide"),
         (["plan", "--lengths", "5", "--mask", "window"], "--mask 'window': valid: causal, full; for a window: --set"),
         (
             ["plan", "--lengths", "5", "--algorithm", "auto"],
@@ -242,18 +229,6 @@ def test_plan_options_are_those_of_build_plan(
         (
             ["plan", "--lengths", "5", "--algorithm", "ring", "--set", "prefetch=2"],
             "prefetch = 2: algorithm ring has no such option; algorithms that have it: direct, hierarchical; to leave it out: ",
-        ),
-        (
-            ["plan", "--lengths", "5", "--set", "ulysses_degree=2"],
-            "ulysses_degree = 2: algorithm ring has no such option; algorithms that have it: hybrid",
-        ),
-        (
-            ["plan", "--lengths", "5", "--algorithm", "hierarchical", "--set", "routing=7"],
-            "context_parallel_suite.routing = 7: must be true or false",
-        ),
-        (
-            ["plan", "--lengths", "5", "--algorithm", "hierarchical", "--set", "cluster=a4"],
-            "cluster 'a4': no such preset; valid: a2, a3, a3_superpod, a800",
         ),
         (
             ["plan", "--lengths", "900,70", "--algorithm", "hierarchical", "--set", "max_seqlen_per_dp_cp_rank=200"],
@@ -265,30 +240,14 @@ def test_plan_options_are_those_of_build_plan(
         ),
         (["plan", "--lengths", "5", "--set", "depth=2"], "depth: unknown key"),
         (
-            ["plan", "--lengths", "5", "--set", "hidden_size=2"],
-            "give model.hidden_size or context_parallel_suite.hidden_size",
-        ),
-        (
-            ["plan", "--lengths", "5", "--algorithm", "hybrid", "--set", "ulysses_degree=3"],
-            "must be a divisor of the 4 ranks: 1, 2, 4 or null",
-        ),
-        (["plan", "--lengths", "5", "--set", "window_size=5"], "must be [left, 0]"),
-        (["plan", "--lengths", "5", "--set", "window_size=[5,1]"], "must be [left, 0]"),
-        (
             ["plan", "--lengths", "5", "--kv-lengths", "6"],
             "valid: mask 'full', or kv_documents with the lengths of documents",
         ),
         (["plan", "--lengths", "5", "--kv-lengths", "6,7", "--mask", "full"], "one length of keys for each"),
-        (["plan", "--lengths", "5", "--kv-lengths", "x"], "'x' is not a length"),
-        (["plan", "--lengths", "5", "--set", "attention_dropout=1"], "a number >= 0 and < 1"),
-        (["plan", "--lengths", "5", "--set", "layout"], "must be KEY=VALUE"),
-        (["plan", "--lengths", "5", "--set", "layout=diagonal"], "zigzag"),
         (["plan", "--lengths", "5", "--png", "/no/such/folder/x.png"], "there is no folder"),
         (["plan", "--lengths", "5", "--unknown"], "--unknown"),
-        (["plan", "surplus"], "surplus: no such file"),
         (["plan", "configs/ring.yaml", "surplus"], "surplus"),
         (["plna"], "plna"),
-        (["train", "/no/such.yaml"], "no such file"),
         (["train", "configs/reference.yaml", "--set", "train.lrr=1"], "did you mean train.lr?"),
         (["train", "configs/reference.yaml", "--nproc", "0"], "0 ranks do not fit"),
         (["train", "configs/reference.yaml", "--nproc", "x"], "'--nproc'"),
@@ -312,12 +271,6 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert expected in failure(capsys, *arguments)
 
 
-def test_broken_yaml_is_told_with_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "broken.yaml"
-    path.write_text("train:\n  lr: [1\n")
-    assert f"{path}:3:1: not valid YAML" in failure(capsys, "train", path)
-
-
 def test_help_of_every_command_cuts_no_name_at_80_columns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,11 +285,6 @@ def test_the_package_runs_as_a_module() -> None:
     command = [sys.executable, "-m", "mindspeed_cp", "plan", "--lengths", "50,3", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and json.loads(done.stdout)["tokens"] == 53, done.stderr
-
-
-def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run([]) == 2
-    assert "train" in capsys.readouterr().out
 
 
 def test_help_and_plan_import_neither_torch_nor_matplotlib() -> None:
@@ -368,7 +316,7 @@ def test_doctor_finds_the_cpu_operator_right(capsys: pytest.CaptureFixture[str])
     assert f"ok: all {3 * len(doctor.SHORT_CASES)} checks" in capsys.readouterr().out
 
 
-def test_doctor_says_so_when_the_operator_is_wrong(
+def test_doctor_fails_where_the_operator_is_wrong(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import torch
@@ -388,7 +336,7 @@ def test_doctor_says_so_when_the_operator_is_wrong(
     assert f"FAILED: {total} of {total} checks" in capsys.readouterr().out
 
 
-def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_that_is_not_the_users_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     from mindspeed_cp.cli import plan as cli_plan
 
     def broken(*arguments: object) -> None:
@@ -399,21 +347,8 @@ def test_a_mistake_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) 
         run(["plan", "--lengths", "5"])
 
 
-@pytest.mark.parametrize("content", [b"", b"no array", b"PK\x03\x04 no archive either"])
-def test_files_that_are_no_arrays_are_told_in_one_line(content, tmp_path, capsys):
-    for name in ("lengths.npy", "lengths.npz"):
-        (tmp_path / name).write_bytes(content)
-        assert f"{tmp_path / name}" in failure(capsys, "plan", "--lengths", str(tmp_path / name))
-
-
-def test_the_version_is_told(capsys):
+def test_the_version_is_printed(capsys):
     from mindspeed_cp import __version__
 
     assert run(["--version"]) == 0
     assert capsys.readouterr().out == f"mindspeed-cp {__version__}\n"
-
-
-def test_a_length_with_many_zeros_before_it_is_read_whole() -> None:
-    assert read_numbers("0" * 30 + "7", "x").tolist() == [7]
-    with pytest.raises(ConfigError, match="is too long for a document"):
-        read_numbers("0" * 30 + "9" * 30, "x")

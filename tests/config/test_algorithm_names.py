@@ -89,7 +89,7 @@ SUITE = "context_parallel_suite."
     ],
     ids=["override", "file", "both in the file", "sizes", "sizes and cp_comm_type", "degree"],
 )
-def test_keys_that_do_not_agree_are_told_with_both_places_and_a_cure_that_works(
+def test_an_error_of_keys_that_contradict_names_both_places_and_an_override_that_works(
     tmp_path: Path, text: str, overrides: list[str], expected: str
 ) -> None:
     path = write(tmp_path, text)

@@ -6,7 +6,7 @@ import pytest
 
 from mindspeed_cp import Documents, build_plan
 from mindspeed_cp.algorithms import ALGORITHMS, LAYOUT_NAMES, algorithm_options
-from mindspeed_cp.config import Settings, SuiteSettings, capabilities
+from mindspeed_cp.config import Settings, SuiteSettings, rules
 from mindspeed_cp.config.aliases import UNSUPPORTED_KEYS
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import AttentionConfig, Topology
@@ -90,18 +90,15 @@ def test_megatrons_hierarchical_sizes_are_the_degree_of_the_hybrid() -> None:
             SuiteSettings(**values)
 
 
-def test_settings_are_checked_against_the_capabilities(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = {"model": {"attention_dropout": 0.1}, "context_parallel_suite": {"algorithm": "direct"}}
-    Settings(**values)
-    where = {"algorithm": "direct", "dropout": "some"}
-    monkeypatch.setattr(capabilities, "REFUSALS", (capabilities.Refusal(where, "dropout is 0.1", "0, or ring"),))
-    expected = "model.attention_dropout = 0.1: dropout is 0.1; valid: 0, or ring .algorithm direct, backend auto.$"
-    with pytest.raises(ConfigError, match=expected):
+def test_attention_that_no_kernel_of_the_device_computes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "resolve_device_type", lambda device: "cuda")
+    values = {"model": {"position_embedding_type": "alibi", "attention_dropout": 0.1}, "train": {"bf16": True}}
+    expected = r'model.position_embedding_type = "alibi": attention.alibi .*dropout.*; valid: one of the two'
+    with pytest.raises(ConfigError, match=expected + r", or .*\(algorithm ring, backend auto\)$"):
         Settings(**values)
-    Settings(**{**values, "context_parallel_suite": {"algorithm": "ring"}})
-    monkeypatch.setattr(capabilities, "REFUSALS", (capabilities.Refusal({"algorithm": "ring"}, "no", "direct"),))
-    with pytest.raises(ConfigError, match=r"context_parallel_suite\.algorithm = .ring.: no; valid: direct"):
-        Settings()
+    Settings(**{**values, "model": {"position_embedding_type": "alibi"}})
+    monkeypatch.setattr(rules, "resolve_device_type", lambda device: "cpu")
+    Settings(**values)
 
 
 @pytest.mark.parametrize("key", UNSUPPORTED_KEYS)

@@ -59,11 +59,6 @@ def test_the_algorithm_of_the_run_is_compared_once_and_last(
     assert compared_algorithms(load_settings(write(tmp_path, ""), overrides)) == expected
 
 
-def test_yaml_1_2_floats_are_numbers(tmp_path: Path) -> None:
-    for text, value in (("1e-3", 1e-3), ("5E2", 500.0), (".5", 0.5), ("2", 2.0), ("3.", 3.0)):
-        assert load_settings(write(tmp_path, f"train: {{lr: {text}}}")).train.lr == value
-
-
 def test_the_reference_file_means_the_defaults() -> None:
     assert load_settings(CONFIGS / "reference.yaml") == Settings()
 
@@ -114,10 +109,7 @@ def test_settings_survive_json(tmp_path: Path) -> None:
     ("text", "expected"),
     [
         ("train:\n  lr: fast", ["settings.yaml:2: ", 'train.lr = "fast"', "a number > 0 and <= 1000"]),
-        ("train:\n  lr: -1", ["train.lr = -1", "a number > 0"]),
         ("train: {lr: .nan}", ["train.lr = NaN", "a number > 0"]),
-        ("train: {lr: .inf}", ["train.lr = Infinity"]),
-        ("model: {num_layers: 2.5}", ["model.num_layers = 2.5", "an integer >= 1"]),
         ("model: {num_layers: '2'}", ['model.num_layers = "2"', "an integer >= 1"]),
         ("model: {num_layers: true}", ["model.num_layers = true", "an integer >= 1"]),
         ("train: {seed: 10000000000000000000000000}", ["train.seed = 1", "an integer >= 0 and <= 1e9"]),
@@ -125,33 +117,17 @@ def test_settings_survive_json(tmp_path: Path) -> None:
         ("model: {num_query_groups: 0}", ["model.num_query_groups = 0", "an integer >= 1 and <= 1e9 or null"]),
         ("model: {swiglu: 1}", ["model.swiglu = 1", "true or false"]),
         ("model: {normalization: batch}", ['model.normalization = "batch"', "one of RMSNorm, LayerNorm"]),
-        ("output: {folder: ''}", ["output.folder", '""', "text"]),
-        ("data: {seq_length: 1}", ["data.seq_length = 1", "an integer >= 2"]),
         ("train: 3", ["train = 3", "must be a section", "mindspeed_cp.config.reference"]),
         ("trian: {lr: 1}", ["trian: unknown key", "did you mean train?", "context_parallel_suite"]),
         (
             "train:\n  lrr: 1",
             [":2: train.lrr: unknown key", "did you mean train.lr?", "`python -m mindspeed_cp.config.reference` lists"],
         ),
-        ("train: {learning_rate: 1}", ["did you mean train.lr?"]),
         ("train: {num_layers: 1}", ["train.num_layers: unknown key", "did you mean model.num_layers?"]),
-        ("num_layers: 1", ["did you mean model.num_layers?"]),
         ("train: {lr: 1, lr: 2}", ["train.lr is given twice"]),
-        ("train: {lr: [1", ["settings.yaml:1:", "not valid YAML"]),
         ("train:\n\tlr: 1", ["settings.yaml:2:1", "not valid YAML"]),
         ("- train", ["must be a mapping", "a list"]),
         ("1: 2", ["the key '1' must be text"]),
-    ],
-)
-def test_what_is_wrong_is_named(tmp_path: Path, text: str, expected: list[str]) -> None:
-    line = error(write(tmp_path, text))
-    for part in expected:
-        assert part in line
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
         ("model: {hidden_size: 100}", ["model.hidden_size = 100", "num_attention_heads = 8", "nearest: 96"]),
         ("model: {num_query_groups: 3}", ["model.num_query_groups = 3", "valid: 1, 2, 4, 8"]),
         ("model: {kv_channels: 3}", ["model.kv_channels = 3", "even", "position_embedding_type"]),
@@ -175,7 +151,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, expected: list[str]) 
         ("train: {lr_warmup_iters: 100}", ["train.lr_warmup_iters = 100", "less than train.train_iters = 100"]),
     ],
 )
-def test_settings_that_do_not_fit_together(tmp_path: Path, text: str, expected: list[str]) -> None:
+def test_an_error_names_setting_value_and_valid_values(tmp_path: Path, text: str, expected: list[str]) -> None:
     line = error(write(tmp_path, text))
     for part in expected:
         assert part in line
@@ -192,7 +168,7 @@ def test_settings_that_do_not_fit_together(tmp_path: Path, text: str, expected: 
         ("train.lr=[", "not valid YAML"),
     ],
 )
-def test_a_wrong_override_is_told_as_one(tmp_path: Path, override: str, expected: str) -> None:
+def test_an_error_of_an_override_names_set(tmp_path: Path, override: str, expected: str) -> None:
     line = error(write(tmp_path, "train: {lr: 1}"), override)
     assert "--set" in line and expected in line
 
@@ -234,7 +210,7 @@ def test_an_unknown_key_names_the_three_nearest_before_the_valid_ones(tmp_path: 
     assert valid == f"{len(ModelSettings.key_names())} keys, which `python -m mindspeed_cp.config.reference` lists"
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     assert "no such file" in error(tmp_path / "missing.yaml")
     assert "cannot be read" in error(tmp_path)
     (tmp_path / "latin.yaml").write_bytes(b"a: \xff\xfe")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindspeed_cp.config.pipeline import layers_of_stage
+from mindspeed_cp.config.derived import layers_of_stage
 from mindspeed_cp.config.rules import data_parallel_size
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError

@@ -57,7 +57,7 @@ def test_the_suite_alone_and_inside_megatrons_yaml(tmp_path: Path) -> None:
         ("context_parallel_size: x", ":1: context_parallel_size = .x.: must be an integer >= 1"),
     ],
 )
-def test_a_wrong_suite_section(tmp_path: Path, text: str, expected: str) -> None:
+def test_an_invalid_suite_section_is_refused_with_its_line(tmp_path: Path, text: str, expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         SuiteSettings.from_yaml(write(tmp_path, text))
 
@@ -112,7 +112,7 @@ def test_directional_groups_are_the_default_of_rings(values: dict[str, object], 
         ),
     ],
 )
-def test_what_the_npu_refuses_is_told_when_settings_are_read(values: dict[str, dict[str, object]], said: str) -> None:
+def test_limits_of_npus_are_checked_when_settings_are_read(values: dict[str, dict[str, object]], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         Settings(**{**values, "train": {"device": "npu"}})
     if "backend" not in values.get("context_parallel_suite", {}):

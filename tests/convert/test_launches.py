@@ -13,7 +13,7 @@ from mindspeed_cp import AttentionConfig, Documents, build_plan, verify_plan
 from mindspeed_cp.algorithms import ALGORITHMS
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.convert import convert_flags, convert_script
-from mindspeed_cp.convert.rules import Outcome
+from mindspeed_cp.convert.flag_table import Outcome
 
 LAUNCHES = Path(__file__).parent / "launches"
 
@@ -132,15 +132,6 @@ def test_every_script_is_a_case() -> None:
     assert {settings["algorithm"] for settings, _ in CONVERTED.values()} == {*ALGORITHMS} - {"direct", "hierarchical"}
 
 
-@pytest.mark.parametrize("name", CONVERTED)
-def test_a_script_becomes_settings_and_flags(name: str) -> None:
-    settings, flags = CONVERTED[name]
-    _, conversion = convert_script(LAUNCHES / f"{name}.sh")
-    assert conversion.settings == settings
-    assert list(conversion.flags) == shlex.split(flags)
-    assert not conversion.refused
-
-
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_names_an_alternative_and_gives_no_settings(name: str) -> None:
     _, conversion = convert_script(LAUNCHES / f"{name}.sh")
@@ -203,10 +194,19 @@ def check_plan(path: Path, flags: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("name", CONVERTED)
-def test_the_settings_build_a_plan_that_is_proved(name: str, tmp_path: Path) -> None:
-    _, conversion = convert_script(LAUNCHES / f"{name}.sh")
+def test_a_script_becomes_settings_of_a_proved_plan_and_flags(name: str, tmp_path: Path) -> None:
+    settings, flags = CONVERTED[name]
+    launch, conversion = convert_script(LAUNCHES / f"{name}.sh")
+    assert conversion.settings == settings
+    assert list(conversion.flags) == shlex.split(flags)
+    assert not conversion.refused
     (tmp_path / "suite.yaml").write_text(conversion.yaml())
     check_plan(tmp_path / "suite.yaml", conversion.flags)
+    again = convert_flags(conversion.flags)
+    assert [change.flag for change in again.refused] == ["--cp-plan suite.yaml"], "it was converted before"
+    of_flags = convert_flags(launch.words)
+    nodes = {"nodes": settings["nodes"]} if "nodes" in settings else {}
+    assert of_flags.settings is not None and of_flags.settings | nodes == settings
 
 
 @pytest.mark.parametrize(("name", "override"), ALTERNATIVES)
@@ -215,22 +215,3 @@ def test_a_user_takes_an_alternative_by_a_setting(name: str, override: str, tmp_
     assert conversion.settings == ALTERNATIVES[name, override]
     (tmp_path / "suite.yaml").write_text(conversion.yaml())
     check_plan(tmp_path / "suite.yaml", conversion.flags)
-
-
-@pytest.mark.parametrize("name", CONVERTED)
-def test_a_converted_launch_is_refused_a_second_conversion(name: str) -> None:
-    _, conversion = convert_script(LAUNCHES / f"{name}.sh")
-    again = convert_flags(conversion.flags)
-    assert [change.flag for change in again.refused] == ["--cp-plan suite.yaml"]
-
-
-@pytest.mark.parametrize("name", CONVERTED)
-def test_flags_and_scripts_convert_alike(name: str) -> None:
-    launch, of_script = convert_script(LAUNCHES / f"{name}.sh")
-    of_flags = convert_flags(launch.words)
-    nodes = [row for row in of_script.changes if row.became.startswith("nodes")]
-    entry_rows = 1 + any(row.flag.startswith("--spec mindspeed_cp") for row in of_script.changes)
-    rows = [row for row in of_script.changes if row not in nodes]
-    assert rows[:-entry_rows] == list(of_flags.changes)[: len(rows) - entry_rows]
-    assert of_flags.settings is not None
-    assert of_flags.settings | ({"nodes": 2} if nodes else {}) == of_script.settings

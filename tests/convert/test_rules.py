@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
+
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -11,25 +13,26 @@ from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.config.aliases import read_algorithm
 from mindspeed_cp.convert import Change, convert_flags
 from mindspeed_cp.convert.command_line import read_flags
-from mindspeed_cp.convert.rules import (
+from mindspeed_cp.convert.flag_table import (
     ADDED_FLAGS,
+    ANOTHER_MODEL,
     ARITIES,
     LLM_FLAGS,
     MINDSPEED_FLAGS,
     MODEL_FLAGS,
     OTHER_FLAGS,
+    OWN_ROWS,
     RULES,
+    SUITE_FILE,
     Added,
     FlagRule,
     Given,
     Outcome,
+    flag_of,
 )
-from mindspeed_cp.convert.rules.flag_rule import ANOTHER_MODEL
-from mindspeed_cp.convert.rules.parallel import PLAN_WORDS
-from mindspeed_cp.convert.rules.refused import CHANGES_MODEL
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.arguments import ENTRIES
-from mindspeed_cp.refusals import ARGUMENT_RULES, MODEL_RULES
+from mindspeed_cp.schema.unsupported import Unsupported, unsupported
 
 BASE = ["--context-parallel-size", "8"]
 ROPE = ["--position-embedding-type", "rope"]
@@ -108,7 +111,6 @@ CASES: list[tuple[list[str], str, Outcome | str | None]] = [
     (["--reset-attention-mask"], "--reset-attention-mask", Outcome.REFUSED),
     (["--reset-attention-mask", "--use-rotary-position-embeddings"], "--reset-attention-mask", Outcome.STAYS),
     (["--reset-attention-mask", "--reset-position-ids"], "--reset-attention-mask", Outcome.STAYS),
-    (["--attention-mask-type", "causal"], "--attention-mask-type", Outcome.REMOVED),
     (["--attention-mask-type", "general"], "--attention-mask-type", Outcome.REFUSED),
     (["--cp-attention-mask-type", "general"], "--cp-attention-mask-type", Outcome.REFUSED),
     (["--attention-mask-type", "general", "--reset-attention-mask"], "--attention-mask-type", Outcome.REMOVED),
@@ -122,7 +124,6 @@ CASES: list[tuple[list[str], str, Outcome | str | None]] = [
     (["--pre-tockens", "200", "--seq-length", "200"], "--pre-tockens", Outcome.REMOVED),
     (["--next-tockens", "0"], "--next-tockens", Outcome.REMOVED),
     (["--next-tockens", "1"], "--next-tockens", Outcome.REFUSED),
-    (["--sparse-mode", "2"], "--sparse-mode", Outcome.REMOVED),
     (["--sparse-mode", "4"], "--sparse-mode", Outcome.REFUSED),
     (["--moe-token-dispatcher-type", "allgather"], "--moe-token-dispatcher-type", Outcome.STAYS),
     (["--moe-token-dispatcher-type", "allgather", *PP], "--moe-token-dispatcher-type", Outcome.REPLACED),
@@ -146,11 +147,7 @@ CASES: list[tuple[list[str], str, Outcome | str | None]] = [
         None,
     ),
     (["--mrope-section", "16", "24", "24"], "--mrope-section", Outcome.REFUSED),
-    (["--use-fused-rotary-pos-emb"], "--use-fused-rotary-pos-emb", Outcome.STAYS),
     (["--moe-fb-overlap"], "--moe-fb-overlap", Outcome.REFUSED),
-    (["--softmax-type", "learnable"], "--softmax-type", Outcome.STAYS),
-    (["--attention-backend", "local"], "--attention-backend", Outcome.REMOVED),
-    (["--cp-plan", "suite.yaml"], "--cp-plan", Outcome.REFUSED),
     (["--cp-plan-pool"], "--cp-plan-pool", Outcome.REFUSED),
     (["--hybrid-context-parallel"], "--cp-plan-pool", None),
     (["--attn-logit-softcapping", "50.0"], "--attn-logit-softcapping", Outcome.REFUSED),
@@ -160,13 +157,12 @@ CASES: list[tuple[list[str], str, Outcome | str | None]] = [
     (["--interleave-sliding-window", "4096"], "--interleave-sliding-window", Outcome.REFUSED),
     (["--is-pairwise-dataset"], "--is-pairwise-dataset", Outcome.REFUSED),
     (["--hybrid-context-parallel"], "--hybrid-context-parallel", Outcome.REFUSED),
-    (["--fix-sub-seq-length", "-1"], "--fix-sub-seq-length", Outcome.REMOVED),
     (["--fix-sub-seq-length", "512"], "--fix-sub-seq-length", Outcome.REFUSED),
 ]
 
 
 @pytest.mark.parametrize(("flags", "flag", "expected"), CASES)
-def test_what_becomes_of_a_flag_beside_others(flags: list[str], flag: str, expected: Outcome | str | None) -> None:
+def test_a_flag_becomes_what_the_other_flags_say(flags: list[str], flag: str, expected: Outcome | str | None) -> None:
     if expected is None:
         conversion = convert_flags([*BASE, *flags])
         assert (flag in conversion.kept) == (flag in flags) and flag not in conversion.added
@@ -186,7 +182,9 @@ def test_what_becomes_of_a_flag_beside_others(flags: list[str], flag: str, expec
         ("algorithm=hierarchical", ["--hybrid-context-parallel"], {"algorithm": "hierarchical"}),
     ],
 )  # fmt: skip
-def test_settings_take_precedence(override: str, flags: list[str], expected: dict[str, object]) -> None:
+def test_given_settings_take_precedence_over_flags(
+    override: str, flags: list[str], expected: dict[str, object]
+) -> None:
     conversion = convert_flags([*BASE, *flags], [override])
     assert conversion.settings == {"context_parallel_size": 8, **expected}
 
@@ -239,7 +237,7 @@ def test_an_invalid_value_is_named_with_its_flag(flags: list[str], message: str)
 
 
 def test_added_flags_end_with_the_settings() -> None:
-    assert ADDED_FLAGS[-1].words == PLAN_WORDS
+    assert ADDED_FLAGS[-1].words == ("--cp-plan", SUITE_FILE)
     conversion = convert_flags(BASE, output="my suite.yaml")
     assert conversion.added[-2:] == ("--cp-plan", "my suite.yaml")
 
@@ -345,13 +343,6 @@ def test_scaled_rotations_name_the_flags_of_megatron_with_the_same_frequencies()
     assert row_of("--rope-scaling-type", "--rope-scaling-type", "yarn").became == ANOTHER_MODEL
 
 
-def test_a_refusal_of_a_flag_of_the_model_is_no_advice_to_leave_it_out() -> None:
-    for rule in RULES:
-        if rule.outcome is Outcome.REFUSED and rule.flag.removeprefix("--").replace("-", "_") in CHANGES_MODEL:
-            assert rule.becomes == ANOTHER_MODEL, rule
-    assert {rule.setting for rule in (*MODEL_RULES, *ARGUMENT_RULES)} >= CHANGES_MODEL
-
-
 def test_a_flag_of_the_model_without_a_rule_has_a_row() -> None:
     flags = ["--swiglu", "--moe-router-group-topk", "4", "--num-layers", "2", "--mystery", "1", "--lr", "1e-4"]
     conversion = convert_flags([*BASE, *flags])
@@ -371,3 +362,83 @@ def test_every_argument_of_megatron_is_known() -> None:
     known = {*ARITIES, *MODEL_FLAGS, *OTHER_FLAGS, *(added.words[0] for added in ADDED_FLAGS)}
     names = {entry.name for entry in ENTRIES if not entry.name.startswith("_")}
     assert {f"--{name.replace('_', '-')}" for name in names} - known == set()
+
+
+SHARED = (*unsupported("model"), *unsupported("arguments"))
+
+#: Other flags with which a setting is refused.
+BESIDE = {
+    "defer_embedding_wgrad_compute": ["--sequence-parallel"],
+    "rotary_interleaved": ["--multi-latent-attention"],
+    "no_rope_freq": ["--multi-latent-attention"],
+    "qk_layernorm": ["--multi-latent-attention", "--q-lora-rank", "8", "--tensor-model-parallel-size", "2"],
+    "moe_flex_dispatcher_backend": ["--num-experts", "8", "--moe-token-dispatcher-type", "flex"],
+    "mlp_chunks_for_training": ["--num-experts", "8"],
+    "mtp_use_repeated_layer": ["--mtp-num-layers", "2"],
+    "moe_router_load_balancing_type": ["--num-experts", "8"],
+}
+
+#: A refused value of each setting that is no switch, and a valid one that a launch may give.
+VALUES = {
+    "experimental_attention_variant": ("dsa", None),
+    "cuda_graph_impl": ("local", "none"),
+    "gtp_weight_remat_size": ("2", "1"), "expert_gtp_weight_remat_size": ("2", "1"), "no_rope_freq": ("4", None),
+    "moe_flex_dispatcher_backend": ("hybridep", "deepep"), "mlp_chunks_for_training": ("2", "1"),
+    "moe_expert_capacity_factor": ("1.5", None), "moe_expert_rank_capacity_factor": ("2", None),
+    "moe_router_load_balancing_type": ("aux_loss sinkhorn", "aux_loss seq_aux_loss"),
+    "transformer_impl": ("inference_optimized", "local"), "heterogeneous_layers_config_path": ("x", None),
+    "heterogeneous_layers_config_encoded_json": ("{}", None), "hybrid_attention_ratio": ("0.5", "0.0"),
+    "hybrid_mlp_ratio": ("0.5", "0.0"), "hybrid_override_pattern": ("M*", None), "hybrid_layer_pattern": ("M*", None),
+    "encoder_pipeline_model_parallel_size": ("1", "0"), "encoder_tensor_model_parallel_size": ("1", "0"),
+    "pipeline_model_parallel_split_rank": ("1", None), "logits_load_dir": ("x", None), "logits_save_dir": ("x", None),
+}  # fmt: skip
+
+
+#: Settings that meet the conditions of all rules.
+SETTINGS = dict(
+    context_parallel_size=2, sequence_parallel=True, multi_latent_attention=True, q_lora_rank=8, num_moe_experts=8,
+    tensor_model_parallel_size=2, moe_token_dispatcher_type="flex", expert_model_parallel_size=2,
+)  # fmt: skip
+
+
+def is_refused(setting: str, words: list[str], *beside: str) -> bool:
+    """Convert a flag, and return True if it is refused; else it must stay as it is."""
+    conversion = convert_flags(["--context-parallel-size", "8", *beside, flag_of(setting), *words])
+    outcomes = {change.outcome for change in conversion.changes if change.flag.split()[0] == flag_of(setting)}
+    assert outcomes <= {Outcome.REFUSED} or flag_of(setting) in conversion.kept
+    return Outcome.REFUSED in outcomes
+
+
+@pytest.mark.parametrize(
+    "rule", [rule for rule in SHARED if rule.setting not in OWN_ROWS], ids=lambda rule: rule.setting
+)
+def test_a_conversion_refuses_what_a_start_refuses(rule: Unsupported) -> None:
+    beside = BESIDE.get(rule.setting, [])
+    refused, valid = VALUES.get(rule.setting, ("", None))
+    assert (refused == "") == (rule.valid == "False"), "a value that is refused, or none for a switch"
+    assert is_refused(rule.setting, refused.split(), *beside)
+    row = row_of(flag_of(rule.setting), *beside, flag_of(rule.setting), *refused.split())
+    assert (row.became == ANOTHER_MODEL) == rule.another_model
+    if valid is not None:
+        assert not is_refused(rule.setting, valid.split(), *beside)
+    if beside:
+        assert not is_refused(rule.setting, refused.split())
+
+
+def test_a_setting_with_rows_of_its_own_has_a_row_or_an_added_flag() -> None:
+    added = {"calculate_per_token_loss", "apply_rope_fusion", "create_attention_mask_in_dataloader",
+             "cp_plan_documents", "tokenizer_type"}  # fmt: skip
+    settings = {rule.setting for group in ("model", "arguments", "mindspeed") for rule in unsupported(group)}
+    assert set(OWN_ROWS) <= settings
+    assert {setting for setting in OWN_ROWS if flag_of(setting) not in ARITIES} == added
+
+
+def test_refused_values_of_the_cases_are_refused_by_the_rules() -> None:
+    assert {*VALUES, *BESIDE} <= {rule.setting for rule in SHARED}
+    for rule in SHARED:
+        if rule.setting in VALUES:
+            words = VALUES[rule.setting][0].split()
+            value = words if ARITIES[flag_of(rule.setting)] < 0 else words[0]
+            number = value if isinstance(value, list) or not value.replace(".", "").isdigit() else float(value)
+            settings = Namespace(**{**SETTINGS, rule.setting: number})
+            assert rule.problem(settings) is not None, rule.setting

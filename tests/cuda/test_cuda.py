@@ -13,13 +13,13 @@ import torch
 from benchmarks.isolated_rank import IsolatedRank, attend_virtually
 from mindspeed_cp import ConfigError
 from mindspeed_cp.algorithms import ALGORITHMS
-from mindspeed_cp.config import capabilities
 from mindspeed_cp.doctor import run_checks
 from mindspeed_cp.ops.attention import BACKENDS, BackwardState
 from mindspeed_cp.ops.attention.cuda.backend import CudaAttention
 from tests.engine.cases import Case
 from tests.engine.draw import problem
 from tests.ops.test_npu_backend import HALF, reference
+from tools import capabilities
 
 pytestmark = [
     pytest.mark.cuda,
@@ -29,7 +29,7 @@ pytestmark = [
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 CELLS = [cell for cell in capabilities.all_cells() if cell.backend == "cuda"]
-EXACT = [cell for cell in CELLS if capabilities.refusal(cell) is None]
+EXACT = [cell for cell in CELLS if capabilities.unsupported(cell) is None]
 #: Largest difference to fp64 of out, lse, dq, dk and dv, over the largest value; those of 16 bits are the CPU suite's.
 LIMITS = {torch.float32: (1e-5,) * 5, torch.bfloat16: HALF, torch.float16: HALF}
 
@@ -112,7 +112,7 @@ def test_the_deterministic_switch(kernel: str) -> None:
 
 
 def test_what_is_refused_is_refused() -> None:
-    for cell in (cell for cell in CELLS if capabilities.refusal(cell) is not None):
+    for cell in (cell for cell in CELLS if capabilities.unsupported(cell) is not None):
         with pytest.raises(ConfigError):
             run(drawn(cell, (2,), torch.bfloat16))
 

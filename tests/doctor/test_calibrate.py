@@ -14,6 +14,8 @@ import pytest
 
 from mindspeed_cp.cli.main import run
 from mindspeed_cp.cluster import load_cluster
+from mindspeed_cp.cluster.measurements import MeasuredFits, Measurement
+from mindspeed_cp.doctor import calibrate
 from mindspeed_cp.errors import PeerError
 from tests.limits import HANG
 from tests.ports import free_port
@@ -37,20 +39,19 @@ SMALL = (
     "--dtype",
     "fp32",
 )
-CSV = """kind,seconds,flops,short_side,calls,bytes
-attention,0.0011,1e9,100,1,
-attention,0.0101,1e10,1000,1,
-attention,0.1001,1e11,100000,1,
-linear,0.001,2e9,,,
-linear,0.01,2e10,,,
-"""
-LINKS = """in_node,1.1e-5,,,,1e6
-in_node,1.01e-4,,,,1e7
-in_node_all,1e-4,,,,3e7
-network,2e-4,,,,1e6
-network,1.1e-3,,,,1e7
-network_all,1.1e-3,,,,5e6
-"""
+KERNELS = [
+    *(Measurement("attention", seconds, flops=flops, short_side=side) for seconds, flops, side in
+      ((0.0011, 1e9, 100), (0.0101, 1e10, 1000), (0.1001, 1e11, 100000))),
+    *(Measurement("linear", seconds, flops=flops) for seconds, flops in ((0.001, 2e9), (0.01, 2e10))),
+]  # fmt: skip
+IN_NODE = [
+    Measurement("in_node", 1.1e-5, bytes=1e6), Measurement("in_node", 1.01e-4, bytes=1e7),
+    Measurement("in_node_all", 1e-4, bytes=3e7),
+]  # fmt: skip
+NETWORK = [
+    Measurement("network", 2e-4, bytes=1e6), Measurement("network", 1.1e-3, bytes=1e7),
+    Measurement("network_all", 1.1e-3, bytes=5e6),
+]  # fmt: skip
 
 
 def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
@@ -86,8 +87,6 @@ def test_this_cpu_is_measured_and_its_preset_loads(measured: tuple[Path, dict[st
 
 
 def test_the_error_of_the_fit_is_shown(measured: tuple[Path, dict[str, Any]]) -> None:
-    from mindspeed_cp.cluster.measurements import MeasuredFits, Measurement
-
     _, report = measured
     assert set(report["fits"]) == {"attention", "linear", "in_node"}
     again = MeasuredFits.from_measurements([Measurement(**measurement) for measurement in report["measurements"]])
@@ -96,53 +95,55 @@ def test_the_error_of_the_fit_is_shown(measured: tuple[Path, dict[str, Any]]) ->
         assert error["points"] >= 2 and 0 <= error["median_error"] <= error["largest_error"]
 
 
-def calibrated(tmp_path: Path, csv: str, *arguments: str) -> tuple[int, Path]:
-    (tmp_path / "given.csv").write_text(csv)
+def calibrated(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, links: list[Measurement], *arguments: str
+) -> tuple[int, Path]:
+    """Calibrate with given measurements in place of a machine's."""
+    monkeypatch.setattr(calibrate, "measure_kernels", lambda device, sizes: KERNELS)
+    monkeypatch.setattr(calibrate, "measure_local_links", lambda kind, ranks: links)
     out = tmp_path / "out.yaml"
-    return run(["calibrate", str(out), "--device", "cpu", "--csv", str(tmp_path / "given.csv"), *arguments]), out
+    return run(["calibrate", str(out), "--device", "cpu", *arguments]), out
 
 
-def test_measurements_of_a_file_are_fitted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out = calibrated(tmp_path, CSV + LINKS, "--nproc", "4", "--name", "a wire")
+def test_measurements_are_fitted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out = calibrated(monkeypatch, tmp_path, IN_NODE + NETWORK, "--nproc", "4", "--name", "a wire")
     shown = capsys.readouterr().out
     assert code == 0 and "Fit: |modelled / measured - 1|" in shown and f"written: {out}" in shown
     cluster = load_cluster(out)
     assert (cluster.name, cluster.ranks_per_node, cluster.fabric) == ("a wire", 4, "mesh")
-    assert cluster.pair_bandwidth == pytest.approx(1e11, rel=1e-3) and cluster.in_node_latency == pytest.approx(
-        1e-6, rel=1e-2
-    )
+    assert cluster.pair_bandwidth == pytest.approx(1e11, rel=1e-3)
+    assert cluster.in_node_latency == pytest.approx(1e-6, rel=1e-2)
     assert cluster.rank_bandwidth == pytest.approx(3e11, rel=1e-3), "all links of a rank at once"
     assert cluster.network_latency == pytest.approx(1e-4, rel=1e-3)
     assert cluster.nics_per_node == 2, "four ranks send 20 MB in the time in which one alone sends 10"
     assert cluster.nic_bandwidth == pytest.approx(20e6 / 1.1e-3 / 2, rel=1e-3)
     assert cluster.peak_flops == pytest.approx(2e12, rel=1e-3) and cluster.linear_efficiency == 1
-    assert cluster.attention_efficiency == pytest.approx(0.5, rel=1e-3) and cluster.launch == pytest.approx(
-        1e-4, rel=0.05
-    )
-    assert "given.csv" in next(line for line in out.read_text().splitlines() if line.startswith("tile_rows"))
+    assert cluster.attention_efficiency == pytest.approx(0.5, rel=1e-3)
+    assert cluster.launch == pytest.approx(1e-4, rel=0.05)
 
 
-def test_posting_of_a_file_is_not_measured_again(tmp_path: Path) -> None:
-    """With and without links of the file: the value is the file's, and so is its source."""
-    posting = "posting,6e-6,,,2,\nposting,9e-6,,,3,\n"
-    for links, ranks in ((LINKS, "4"), ("", "2")):
-        code, out = calibrated(tmp_path, CSV + links + posting, "--nproc", ranks, "--overwrite")
-        line = next(line for line in out.read_text().splitlines() if line.startswith("posting"))
-        assert code == 0 and load_cluster(out).posting == pytest.approx(3e-6) and "given.csv" in line
-
-
-def test_a_base_gives_what_is_not_measured(tmp_path: Path) -> None:
-    code, out = calibrated(tmp_path, CSV, "--base", "a800", "--nproc", "1")
+def test_a_base_gives_what_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out = calibrated(monkeypatch, tmp_path, [], "--base", "a800", "--nproc", "1")
     made, base = load_cluster(out), load_cluster("a800")
     assert code == 0 and made.attention_efficiency == pytest.approx(1e12 / base.peak_flops, rel=1e-3)
     own = {
         key: getattr(made, key) for key in ("name", "attention_efficiency", "tile_rows", "linear_efficiency", "launch")
     }
     assert made == base.with_values(**own), "all else is the base's"
-    code, out = calibrated(tmp_path, CSV + LINKS.split("network")[0], "--base", "a800", "--nproc", "4", "--overwrite")
+    code, out = calibrated(monkeypatch, tmp_path, IN_NODE, "--base", "a800", "--nproc", "4", "--overwrite")
     made = load_cluster(out)
     assert code == 0 and made.communication_efficiency == 1 and made.nics_per_node == 2
     assert made.nic_bandwidth == base.effective_nic, "measured and nominal bandwidths do not mix"
+
+
+def test_a_peak_below_what_was_measured_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--base", "a2", "--nproc", "1", "--peak-flops", "1e12")
+    assert calibrated(monkeypatch, tmp_path, [], *arguments)[0] == 2
+    assert "linear was measured at 2e" in capsys.readouterr().err
 
 
 @pytest.mark.thorough
@@ -172,10 +173,6 @@ def test_several_nodes_are_measured_under_a_launcher(tmp_path: Path) -> None:
         (["out.yaml", "--nproc", "1"], "--nproc 1: links cannot be measured with one rank; give --nproc 2"),
         (["out.yaml", "--nproc", "9", "--base", "a2"], "a node of cluster a2 has 8 ranks"),
         (["out.yaml", "--base", "a9"], "cluster 'a9': no such preset"),
-        (["out.yaml", "--csv", "none.csv"], "none.csv: no such file"),
-        (["out.yaml", "--csv", "bad.csv"], "bad.csv:2: kind 'wire'"),
-        (["out.yaml", "--csv", "links.csv"], "has rows of links, but not of how many ranks of a node; give --nproc"),
-        (["out.yaml", "--csv", "kernels.csv", "--base", "a2", "--nproc", "1", "--peak-flops", "1e12"], "linear was measured at 2e"),
         (["out.yaml", "--peak-flops", "-1"], "--peak-flops -1"),
         (["out.yaml", "--heads", "8", "--kv-heads", "3"], "--kv-heads 3: must divide --heads 8"),
         (["out.yaml", "--longest", "100"], "--longest 100: must be 256 or more"),
@@ -193,9 +190,6 @@ def test_bad_input_is_one_line_and_exit_code_2(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("there.yaml").touch()
-    Path("bad.csv").write_text("kind,seconds\nwire,1\n")
-    Path("links.csv").write_text(CSV + LINKS)
-    Path("kernels.csv").write_text(CSV)
     device = [] if "--device" in arguments else ["--device", "cpu"]
     assert run(["calibrate", *arguments, *device]) == 2
     captured = capsys.readouterr()

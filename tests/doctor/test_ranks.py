@@ -19,7 +19,7 @@ from mindspeed_cp import AttentionConfig, Documents, PeerError, Topology, build_
 from mindspeed_cp.algorithms import ALGORITHMS
 from mindspeed_cp.doctor import algorithm_run, ranks
 from mindspeed_cp.doctor.launch import read_launch
-from mindspeed_cp.doctor.links import SILENT, first_error
+from mindspeed_cp.doctor.links import SILENT, first_error, measure_local_links
 from mindspeed_cp.doctor.ranks import StoreAgreement, link_slots, tournament, uneven_lengths
 from mindspeed_cp.errors import ConfigError
 from tests.limits import HANG
@@ -125,7 +125,9 @@ def test_a_gradient_that_is_lost_on_one_rank_is_found_in_every_algorithm(tmp_pat
         ({"LOCAL_RANK": "3"}, r"numbered node by node"),
     ],
 )
-def test_other_starts_are_refused(change: dict[str, str], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_without_whole_nodes_is_refused(
+    change: dict[str, str], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in (TORCHRUN | change).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=text):
@@ -139,6 +141,8 @@ def test_other_starts_are_refused(change: dict[str, str], text: str, monkeypatch
         (["--npu-profile", "f.json"], TORCHRUN, "error: --npu-profile f.json: not under torchrun; run the doctor in"),
         (["--tokens-per-rank", "8", "--device", "cpu"], TORCHRUN, "error: --tokens-per-rank 8: valid: 64 to"),
         (["--tokens-per-rank", "64"], {}, "error: --tokens-per-rank 64: only under torchrun; leave it out"),
+        (["--link-seconds", "9"], {}, "error: --link-seconds 9.0: only under torchrun; leave it out"),
+        (["--link-seconds", "nan"], {}, "error: --link-seconds nan: must be above 0, at most 86400, or left out"),
         (["--report", "nowhere/f.json"], {}, "error: --report nowhere/f.json: there is no folder nowhere"),
         (["--report", "f.txt"], {}, "error: --report f.txt: the suffix is '.txt'; valid: a file name with .json"),
     ],
@@ -184,12 +188,10 @@ def test_the_error_that_explains_the_others_is_named() -> None:
     assert first_error({0: [1], 1: []}) is None
 
 
-def test_too_few_open_files_are_one_line_before_the_rings_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mindspeed_cp.doctor.links import check_links
-
+def test_too_few_open_files_are_one_line_before_links_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mindspeed_cp.device.open_files.hard_limit", lambda: 100)
-    (row,) = check_links("npu", 8)
-    assert not row["ok"] and row["error"].startswith("ulimit -n = 100: 8 ranks need up to")
+    with pytest.raises(ConfigError, match="ulimit -n = 100: 8 ranks need up to"):
+        measure_local_links("npu", 8)
 
 
 @pytest.mark.parametrize("count", range(1, 9))

@@ -7,10 +7,10 @@ from random import Random
 
 from mindspeed_cp import Documents
 from mindspeed_cp.algorithms import algorithm_options
-from mindspeed_cp.config import capabilities
 from mindspeed_cp.plan import alibi_slopes
 from tests.engine.cases import CUT, Case
 from tests.plan.problems import LEFT_AT_DEFAULT
+from tools import capabilities
 
 #: Widths of q and k, and of v: equal, and as in multi-head latent attention.
 EQUAL, UNEQUAL = ((16, 16), (8, 8), (24, 24)), ((192, 128), (24, 16), (16, 40), (9, 7))

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from mindspeed_cp.comm import InMemoryTransport
-from mindspeed_cp.config import capabilities
 from mindspeed_cp.engine import Stepping
 from mindspeed_cp.layout import redistribution as layout_redistribution
 from mindspeed_cp.layout.redistribution import PACKED_BYTES
@@ -18,6 +17,7 @@ from mindspeed_cp.plan import peak_bytes, traffic
 from tests.engine.cases import Case, all_ranks, attend_here, filled_with_nan, variants
 from tests.engine.draw import problem
 from tests.engine.meters import BUFFERS, Meter
+from tools import capabilities
 
 PROBLEMS = (
     Case((64, 31), 1, 4, 2),
@@ -145,7 +145,7 @@ def test_so_they_are_for_any_problem(ranks, most, monkeypatch):
     monkeypatch.setattr(layout_redistribution, "PACKED_BYTES", most)
     rng = Random(ranks)
     cells = rng.sample(
-        [cell for cell in capabilities.all_cells() if capabilities.refusal(cell) is None], 16 if ranks == 2 else 8
+        [cell for cell in capabilities.all_cells() if capabilities.unsupported(cell) is None], 16 if ranks == 2 else 8
     )
     check([problem(cell, ranks, rng) for cell in cells], ranks)
 

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_cp import Plan
-from mindspeed_cp.config import capabilities
 from mindspeed_cp.engine.canary import AttentionCanary, check_all_ranks
 from mindspeed_cp.engine.rank_context import rank_context
 from mindspeed_cp.ops.attention import backend_for_device
@@ -22,8 +21,9 @@ from mindspeed_cp.plan.sample import PAIRS, QUERIES, draw_sample
 from tests.engine.cases import DEFAULT_SIZES, VARIANTS, Case, all_ranks, attend, attend_here, local
 from tests.engine.draw import problem
 from tests.workers import GlooPool
+from tools import capabilities
 
-EXACT = [c for c in capabilities.all_cells() if c.backend == "cpu" and capabilities.refusal(c) is None]
+EXACT = [c for c in capabilities.all_cells() if c.backend == "cpu" and capabilities.unsupported(c) is None]
 ONE_DOCUMENT = Case((230,), 4, heads=4, kv_heads=2, algorithm="ring")
 
 

@@ -23,7 +23,6 @@ from mindspeed_cp import (
     context_parallel_latent_attention,
     verify_plan,
 )
-from mindspeed_cp.config import capabilities
 from mindspeed_cp.engine import Stepping, attend_all_ranks, attend_in_process
 from mindspeed_cp.engine.canary import AttentionCanary, check_all_ranks
 from mindspeed_cp.engine.latent_attention import expanded_rows
@@ -34,6 +33,7 @@ from mindspeed_cp.simulate.tile_work import TileCounter
 from tests.engine.cases import Case, all_ranks, filled_with_nan, variants
 from tests.engine.draw import problem
 from tests.engine.test_buffers import sent
+from tools import capabilities
 
 #: Results of attend_in_process, in the order of the inputs: q, shared channels, latents, up-projection, sink.
 RESULTS = ("out", "dq", "dk", "dv", "dkv_up", "dsink")
@@ -132,7 +132,7 @@ def test_with_a_sink(ranks: int) -> None:
 EXACT = [
     c
     for c in capabilities.all_cells()
-    if c.backend == "cpu" and c.kv_heads == "as queries" and capabilities.refusal(c) is None
+    if c.backend == "cpu" and c.kv_heads == "as queries" and capabilities.unsupported(c) is None
 ]
 
 

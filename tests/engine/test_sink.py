@@ -18,12 +18,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_cp import ConfigError, context_parallel_attention
-from mindspeed_cp.config import capabilities
 from mindspeed_cp.engine import Stepping, attend_all_ranks, attend_in_process
 from mindspeed_cp.engine.canary import AttentionCanary, check_all_ranks
 from mindspeed_cp.ops.attention import attention, attention_backward, dense_packed_attention, sink_gradient
 from tests.engine.cases import NAMES, VARIANTS, Case, all_ranks, attend_here, filled_with_nan, variants
 from tests.engine.draw import problem
+from tools import capabilities
 
 RESULTS = (*NAMES, "dsink")
 
@@ -99,7 +99,7 @@ def test_fp32_agrees_with_fp64(variant: str, ranks: int, request: pytest.Fixture
     assert {name: error for name, error in worst.items() if error > 1e-5} == {}
 
 
-EXACT = [c for c in capabilities.all_cells() if c.backend == "cpu" and capabilities.refusal(c) is None]
+EXACT = [c for c in capabilities.all_cells() if c.backend == "cpu" and capabilities.unsupported(c) is None]
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)

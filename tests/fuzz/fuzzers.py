@@ -243,25 +243,11 @@ OPTIONS = {
     "report": ("--step", "--cluster", "--json", "--trace"),
     "train": ("--nproc", "--set", "--resume", "--no-resume", "--json"),
     "doctor": ("--link-seconds",),
-    "calibrate": ("--nproc", "--base", "--csv", "--dtype", "--longest", "--heads"),
+    "calibrate": ("--nproc", "--base", "--dtype", "--longest", "--heads"),
 }  # fmt: skip
 WORDS = (
-    "ring",
-    "all",
-    "a2",
-    "causal",
-    "full",
-    "700,30,410",
-    "64",
-    "4",
-    "2",
-    "1",
-    "wikipedia",
-    "fair",
-    "fifo",
-    "bf16",
-    "model.num_layers=3",
-)
+    "ring", "all", "a2", "causal", "full", "700,30,410", "64", "4", "2", "1", "wikipedia", "fair", "fifo", "bf16", "model.num_layers=3",
+)  # fmt: skip
 
 
 def arguments(generator: random.Random, folder: Path) -> None:

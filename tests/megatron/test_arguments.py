@@ -12,7 +12,7 @@ import pytest
 from mindspeed_cp import ConfigError
 from mindspeed_cp.convert import convert_script
 from mindspeed_cp.convert.command_line import read_flags
-from mindspeed_cp.convert.rules import ARITIES
+from mindspeed_cp.convert.flag_table import ARITIES
 from mindspeed_cp.megatron import megatron_imports
 from mindspeed_cp.megatron.arguments import ENTRIES, UNCONCERNED_GROUPS, VERSIONS, check_arguments, entry_of
 from mindspeed_cp.megatron.arguments.entry import read_span, write_span
@@ -23,7 +23,7 @@ from mindspeed_cp.megatron.arguments.refusals import ALL_RULES
 from mindspeed_cp.megatron.arguments.refused import REFUSED_SPANS
 from mindspeed_cp.megatron.arguments.used import USED
 from mindspeed_cp.megatron.patches.imports import parse_version
-from mindspeed_cp.refusals import ARGUMENT_RULES
+from mindspeed_cp.schema.unsupported import unsupported
 from tests.megatron.gpt import Suite
 
 with megatron_imports():
@@ -160,7 +160,7 @@ def test_an_argument_that_planned_batches_contradict_is_refused(changes: dict[st
 def test_every_rule_of_arguments_is_tested() -> None:
     tested = {str(name) for changes, _ in REFUSED for name in changes}
     tested |= {"tokenizer_type"}
-    assert {rule.setting for rule in ARGUMENT_RULES} <= tested
+    assert {rule.setting for rule in unsupported("arguments")} <= tested
 
 
 @pytest.mark.parametrize(

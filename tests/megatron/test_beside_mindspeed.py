@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from mindspeed_cp import ConfigError
-from mindspeed_cp.convert.rules import RULES as FLAG_RULES
-from mindspeed_cp.convert.rules import Outcome as FlagOutcome
+from mindspeed_cp.convert.flag_table import RULES as FLAG_RULES
+from mindspeed_cp.convert.flag_table import Outcome as FlagOutcome
 from mindspeed_cp.megatron import install, install_model, megatron_imports
 from mindspeed_cp.megatron.arguments import check_arguments
 from mindspeed_cp.megatron.beside_mindspeed import MINDSPEED_RULES, REPLACEMENTS, check_beside_mindspeed

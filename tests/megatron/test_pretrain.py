@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from mindspeed_cp import ConfigError
-from mindspeed_cp.cli.case import SimulateRequest, read_case
+from mindspeed_cp.cli.case import read_case
+from mindspeed_cp.cli.options import SimulateOptions
 from mindspeed_cp.megatron import PlannedAttention, megatron_imports, pretrain
 from mindspeed_cp.megatron.adaptors.local import stage_arguments
 from mindspeed_cp.megatron.patches.multi_token import PACKED
@@ -152,7 +153,7 @@ def test_a_wrapped_provider_installs_the_model(
     told = capsys.readouterr().out.splitlines()
     assert told[::2] == [line, line] and told[1] == told[3]
     _, _, words = told[1].partition("--lengths LENGTHS ")
-    case, _ = read_case(SimulateRequest(lengths="700,30", overrides=words.replace("--set ", "").split()))
+    case, _ = read_case(SimulateOptions(lengths="700,30", overrides=words.replace("--set ", "").split()))
     config = transformer_config()
     assert (case.attention.heads, case.layer.hidden_size) == (config.num_attention_heads, config.hidden_size)
     assert case.layer.bytes_per_element == 4 and case.attention.kv_heads == config.num_query_groups

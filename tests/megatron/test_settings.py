@@ -23,7 +23,7 @@ from mindspeed_cp.megatron import (
 from mindspeed_cp.megatron.patches.imports import parse_version
 from mindspeed_cp.ops.attention.backends import BACKENDS
 from mindspeed_cp.plan import alibi_slopes
-from mindspeed_cp.refusals import MODEL_RULES
+from mindspeed_cp.schema.unsupported import unsupported
 from tests.megatron.gpt import Suite, build, layer_spec, transformer_config
 from tests.megatron.models import EXPERTS, LATENT, LATENT_YARN
 
@@ -73,7 +73,7 @@ def test_a_transformer_setting_that_cannot_be_honoured_is_refused(setting: str, 
 
 
 def test_depths_that_share_a_layer_would_drop_the_same_weights() -> None:
-    rule = next(rule for rule in MODEL_RULES if rule.setting == "mtp_use_repeated_layer")
+    rule = next(rule for rule in unsupported("model") if rule.setting == "mtp_use_repeated_layer")
     config = SimpleNamespace(mtp_use_repeated_layer=True, mtp_num_layers=2, attention_dropout=0.1)
     with pytest.raises(ConfigError, match=r"mtp_use_repeated_layer is True; valid .*False .*attention_dropout 0\.0"):
         rule.check(config)

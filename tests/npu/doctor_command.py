@@ -1,5 +1,5 @@
 """mindspeed-cp doctor over the stand-in, with some of the long cases, of which most take seconds: the longest where the
-operator has a fault. The links are timed with messages of 1 MB. With --npu-profile there are no checks of the operator
+operator has a fault. With --npu-profile there are no checks of the operator
 but one, and the profile has the rows of variants and the quick ones of lowerings; otherwise the latter's first.
 The doctor's processes are forked from one with all imports: each would take seconds to start.
 
@@ -52,13 +52,11 @@ def _variant(case: Any) -> str:
 
 def fork_processes() -> None:
     """Let the doctor's processes be forked, where it would start Python anew for each."""
-    from mindspeed_cp.comm import local_ranks
     from mindspeed_cp.doctor import guarded
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.npu.preload", "mindspeed_cp.doctor"])
-    for module in (local_ranks, guarded):
-        module.mp = SimpleNamespace(get_context=lambda method: context)
+    guarded.mp = SimpleNamespace(get_context=lambda method: context)
 
 
 if __name__ == "__main__":
@@ -72,8 +70,7 @@ if __name__ == "__main__":
         long_ones = doctor.LONG_CASES
         doctor.LONG_CASES = (*(case for case in long_ones[:2] if os.environ.get("HOST_CANN_FAULT")), *long_ones[-4:])
         rows = doctor.CAPABILITY_CASES[:1]
-    check_links, capability_calls = doctor.check_links, doctor.capability_calls
+    capability_calls = doctor.capability_calls
     types = os.environ.get("DOCTOR_TYPES", "all")
     doctor.capability_calls = lambda seed, _: calls_in_some_types(capability_calls(seed, rows), types)
-    doctor.check_links = lambda kind, devices, megabytes, seconds: check_links(kind, devices, 1, seconds)
     main()

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from mindspeed_cp.algorithms import ALGORITHMS
-from mindspeed_cp.config import capabilities
 from tests.engine.cases import Case, attend, local, worst
 from tests.engine.draw import problem
 from tests.npu.ranks import run
+from tools import capabilities
 
 SIZES = (2, 3, 4)
 ROUGH = {"HOST_CANN_JITTER_US": "150", "HOST_CANN_SEED": "11", "HOST_HCCL_SYNC": "1"}
@@ -31,7 +31,7 @@ def drawn(cell: capabilities.Cell) -> Case:
 def all_cases() -> list[Case]:
     """One for every cell that is exact. Not at import: each rank imports this file."""
     cells = (cell for cell in capabilities.all_cells() if cell.backend == "npu")
-    return [drawn(cell) for cell in cells if capabilities.refusal(cell) is None]
+    return [drawn(cell) for cell in cells if capabilities.unsupported(cell) is None]
 
 
 def attend_all(rank: int, size: int, cases: list[Case], directional: bool) -> list[list[np.ndarray]]:

@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 
 from benchmarks.isolated_rank import attend_virtually
 from mindspeed_cp import AttentionConfig, ConfigError
-from mindspeed_cp.config import capabilities
 from mindspeed_cp.ops.attention import BACKENDS, attention, attention_backward, backend_for_device
 from mindspeed_cp.ops.attention.cuda import flash_operator as flash
 from mindspeed_cp.ops.attention.cuda.backend import CudaAttention
@@ -28,8 +27,9 @@ from tests.engine.cases import Case
 from tests.engine.draw import problem
 from tests.ops.flash_double import DoubleFlash, as_torch_reads
 from tests.ops.test_npu_backend import EXACT, HALF, compare, run
+from tools import capabilities
 
-CELLS = [cell for cell in capabilities.all_cells() if cell.backend == "cuda" and capabilities.refusal(cell) is None]
+CELLS = [cell for cell in capabilities.all_cells() if cell.backend == "cuda" and capabilities.unsupported(cell) is None]
 STILL = [cell for cell in CELLS if cell.dropout == "none"]
 RANKS = st.sampled_from((1, 2, 3, 4, 5, 8))
 

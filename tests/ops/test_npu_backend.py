@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from benchmarks.isolated_rank import IsolatedRank, attend_virtually
 from mindspeed_cp import AttentionConfig, ConfigError, Documents
-from mindspeed_cp.config import SuiteSettings, capabilities
+from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.engine import attend_in_process
 from mindspeed_cp.ops.attention import (
     BACKENDS,
@@ -36,6 +36,7 @@ from tests.host_cann import oracle
 from tests.ops.npu_oracle import OracleOperator, kept_weights
 from tests.ops.test_npu_lowering import numbers, sequences
 from tests.ops.yardstick import tensors
+from tools import capabilities
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 KEY = (1, 2)
@@ -82,7 +83,7 @@ HALF = (2**-6, 2**-6, 2**-4, 2**-4, 2**-6)
 CELLS = [
     cell
     for cell in capabilities.all_cells()
-    if cell.backend == "cpu" and cell.dropout == "none" and capabilities.refusal(cell) is None
+    if cell.backend == "cpu" and cell.dropout == "none" and capabilities.unsupported(cell) is None
 ]
 
 

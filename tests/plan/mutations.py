@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Layout, Plan
-from mindspeed_cp.config import capabilities
 from mindspeed_cp.layout import contiguous, row_zigzag, zigzag
 from mindspeed_cp.plan import BAND, CAUSAL, FULL, Messages, Program, Topology
 from tests.engine.draw import blocks, parents, problem
 from tests.plan.forests import forest_plan
 from tests.plan.parts import mixed_plan
+from tools import capabilities
 
-CELLS = [cell for cell in capabilities.all_cells() if cell.backend == "cpu" and capabilities.refusal(cell) is None]
+CELLS = [cell for cell in capabilities.all_cells() if cell.backend == "cpu" and capabilities.unsupported(cell) is None]
 WORDS = ("float32", "bfloat16", "float16", "int8", "bool", "messages", "all_to_all", "causal", "full", "", None, 3)
 OBJECTS = None, 3, "x", True, (), 0.5
 EXTREMES = (0, -1, 2**31, 2**40, 2**62, 2**63 - 1, -(2**63))

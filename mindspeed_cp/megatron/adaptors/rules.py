@@ -1,13 +1,13 @@
-"""RULES: what is refused of TransformerConfig in every Megatron, and in the one at hand."""
+"""RULES: what is not supported of TransformerConfig in every Megatron and in the one at hand, and MindSpeed's part."""
 
 from __future__ import annotations
 
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from mindspeed_cp.megatron.beside_mindspeed.flags import MINDSPEED_CONDITIONS, MINDSPEED_RULES
 from mindspeed_cp.megatron.patches.multi_token import PACKED
-from mindspeed_cp.refusals import MODEL_RULES, Rule, is_latent, is_split
-from mindspeed_cp.refusals.rule import is_off
+from mindspeed_cp.schema.unsupported import is_split, unsupported
 
 
 def _divides_losses(config: TransformerConfig) -> bool:
@@ -15,51 +15,17 @@ def _divides_losses(config: TransformerConfig) -> bool:
     return is_split(config) and "router" not in MoESubmodules.__dataclass_fields__
 
 
-def _interleaves_two_stages(config: TransformerConfig) -> bool:
-    """True if each of two pipeline stages is both before and behind the other."""
-    return config.pipeline_model_parallel_size == 2 and (config.virtual_pipeline_model_parallel_size or 1) > 1
+#: Conditions of rows that depend on the Megatron and the MindSpeed at hand.
+CONDITIONS = {
+    "Megatron-core before 0.16": lambda config: not PACKED,
+    "split tokens, Megatron-core before 0.16": _divides_losses,
+    **MINDSPEED_CONDITIONS,
+}
+
+RULES = (*unsupported("model"), *unsupported("this_megatron"))
 
 
-_DIVIDED_LOSS = "this Megatron-core divides it by the number of ranks; use megatron-core 0.16.1 or later"
-
-RULES = (
-    *MODEL_RULES,
-    Rule(
-        "mtp_num_layers",
-        is_off,
-        "None",
-        "before 0.16 Megatron-core shifts tokens across the documents of a row; use megatron-core 0.16.1 or later",
-        when=lambda config: not PACKED,
-    ),
-    Rule(
-        "no_rope_freq",
-        is_off,
-        "None",
-        "it has no entries for layers of multi-token prediction",
-        when=lambda config: bool(getattr(config, "mtp_num_layers", None)),
-    ),
-    Rule(
-        "mrope_section",
-        lambda v: v is None,
-        "None",
-        "multi-latent attention has no positions of time, height and width",
-        when=is_latent,
-    ),
-    Rule(
-        "batch_p2p_comm",
-        is_off,
-        "False, with overlap_p2p_comm True",
-        "two virtual stages of two ranks exchange activations and gradients in one list, and take one for the other",
-        when=_interleaves_two_stages,
-    ),
-    Rule(
-        "moe_router_enable_expert_bias",
-        is_off,
-        "False",
-        "this Megatron-core would count rows of padding, which a rank without tokens has; use megatron-core 0.16.1 or "
-        "later",
-        when=_divides_losses,
-    ),
-    Rule("moe_aux_loss_coeff", is_off, "0.0", _DIVIDED_LOSS, when=_divides_losses),
-    Rule("moe_z_loss_coeff", is_off, "None", _DIVIDED_LOSS, when=_divides_losses),
-)
+def check_config(config: TransformerConfig) -> None:
+    """Raise ConfigError if the config asks for what planned attention does not compute."""
+    for rule in (*MINDSPEED_RULES, *RULES):
+        rule.check(config, CONDITIONS)

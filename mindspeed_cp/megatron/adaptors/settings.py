@@ -11,8 +11,7 @@ from mindspeed_cp import ConfigError
 from mindspeed_cp.algorithms import ALIASES, algorithm_name
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.megatron.adaptors.attentions import layer_attentions
-from mindspeed_cp.megatron.adaptors.rules import RULES
-from mindspeed_cp.megatron.beside_mindspeed.flags import MINDSPEED_RULES
+from mindspeed_cp.megatron.adaptors.rules import check_config
 from mindspeed_cp.ops.attention.backends import BACKENDS, get_backend
 
 
@@ -21,8 +20,7 @@ def check_model_config(config: TransformerConfig, suite: SuiteSettings) -> None:
 
     PlannedAttention calls it when it is built; a program may call it earlier, right after reading its settings.
     """
-    for rule in (*MINDSPEED_RULES, *RULES):
-        rule.check(config)
+    check_config(config)
     if config.context_parallel_size != suite.context_parallel_size:
         raise ConfigError(
             f"context_parallel_size is {config.context_parallel_size} in TransformerConfig, but "

@@ -7,6 +7,7 @@ from typing import Any
 
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.megatron.adaptors.rules import CONDITIONS
 from mindspeed_cp.megatron.adaptors.settings import check_comm_type
 from mindspeed_cp.megatron.arguments.refusals import ALL_RULES, FLAGS
 from mindspeed_cp.megatron.beside_mindspeed.flags import MINDSPEED_RULES
@@ -23,7 +24,7 @@ def check_arguments(args: Namespace, suite: SuiteSettings | None = None) -> None
     """
     view = _with_config_names(args)
     for rule in (*MINDSPEED_RULES, *ALL_RULES):
-        problem = rule.problem(view)
+        problem = rule.problem(view, CONDITIONS)
         if problem is not None:
             flag = FLAGS.get(rule.setting)
             raise ConfigError(f"{problem}; pass {flag}" if flag else problem)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from mindspeed_cp.megatron.adaptors.rules import RULES
-from mindspeed_cp.refusals import ARGUMENT_RULES
+from mindspeed_cp.schema.unsupported import unsupported
 
 #: All rules: of every name the table says "refused".
-ALL_RULES = (*RULES, *ARGUMENT_RULES)
+ALL_RULES = (*RULES, *unsupported("arguments"))
 
 #: What to put on the command line, where the name of the argument does not say it.
 FLAGS = {

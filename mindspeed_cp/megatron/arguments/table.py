@@ -21,7 +21,7 @@ def _entries() -> Iterator[Entry]:
     problems: dict[str, list[str]] = {"cp_comm_type": [COMM_TYPE_REASON]}
     for rule in ALL_RULES:
         if rule.setting not in OWN_ARGUMENTS:
-            case = f"with {rule.case}, " if rule.case else ""
+            case = f"with {rule.when}, " if rule.when else ""
             problems.setdefault(rule.setting, []).append(f"{case}valid: {rule.valid} ({rule.instead})")
     tables: tuple[tuple[Verdict, dict[str, str]], ...]
     tables = ("used", USED), *(("harmless", table) for table in (HARMLESS_MODEL, HARMLESS_TRAINING, HARMLESS_GROUPS))

@@ -1,4 +1,4 @@
-"""MINDSPEED_RULES: values of MindSpeed's arguments that planned attention refuses.
+"""MINDSPEED_RULES: values of MindSpeed's arguments that planned attention does not support.
 
 MindSpeed puts its arguments among Megatron's, and all of them into every TransformerConfig; an argument that is not
 there is not looked at.
@@ -11,27 +11,7 @@ from typing import Any
 
 from mindspeed_cp.megatron.beside_mindspeed.origin import is_active
 from mindspeed_cp.megatron.patches.imports import megatron_imports
-from mindspeed_cp.refusals import Rule
-
-
-def _off(value: Any) -> bool:
-    return not value
-
-
-def _never(value: Any) -> bool:
-    return False
-
-
-def _hides_keys(config: Any) -> bool:
-    """True if MindSpeed's attention would hide keys further back than pre_tockens in some row."""
-    rows = getattr(config, "seq_length", None)
-    return config.pre_tockens is not None and rows is not None and int(config.pre_tockens) < int(rows)
-
-
-def _scales_otherwise(config: Any) -> bool:
-    """True if MindSpeed-LLM's attention would scale scores by another number than the width of a head."""
-    scale = config.query_pre_attn_scalar
-    return bool(scale) and scale != getattr(config, "kv_channels", None)
+from mindspeed_cp.schema.unsupported import unsupported
 
 
 def _layers_lack_padding(config: Any) -> bool:
@@ -47,126 +27,10 @@ def _layers_lack_padding(config: Any) -> bool:
     return handed and "padding_mask" not in own and not any(x.kind is x.VAR_KEYWORD for x in own.values())
 
 
-_LLM = "MindSpeed-LLM's own attention reads it, and planned attention takes its place"
-_LLM_ROTATION = "MindSpeed-LLM's own rotation reads it, and Megatron's does not"
-_SUITE = "MindSpeed's attention must be off; give"
-_ADAPTIVE = "adaptive context parallelism is MindSpeed's; context_parallel_suite.algorithm: direct sends what is seen"
-_MOE = "its losses take every rank to hold as many tokens"
-_SCHEDULE = "its schedule has not been tried with rows that differ between micro-batches"
-_HEADS = "it gives ranks other heads than plans are built for"
+#: Conditions of rows that depend on the MindSpeed at hand.
+MINDSPEED_CONDITIONS = {
+    "MindSpeed at work": lambda config: is_active(),
+    "layers without padding_mask": _layers_lack_padding,
+}
 
-MINDSPEED_RULES = (
-    Rule(
-        "reset_attention_mask",
-        _off,
-        "False, with --reset-position-ids --cp-plan-documents for documents",
-        "MindSpeed replaces Megatron's attention for it",
-        when=lambda config: is_active(),
-    ),
-    Rule(
-        "context_parallel_algo",
-        lambda v: v in (None, "megatron_cp_algo"),
-        "the default, 'megatron_cp_algo'",
-        f"{_SUITE} context_parallel_suite.algorithm, which takes the same names",
-    ),
-    Rule("ulysses_degree_in_cp", _off, "None", f"{_SUITE} context_parallel_suite.ulysses_degree"),
-    Rule(
-        "cp_window_size",
-        lambda v: v in (None, 1),
-        "1",
-        f"{_SUITE} context_parallel_suite.algorithm: double_ring with cp_window_size",
-    ),
-    Rule(
-        "attention_mask_type",
-        lambda v: v in (None, "causal"),
-        "'causal'",
-        "the plan's documents say what is visible, and no dense mask is read",
-    ),
-    Rule("use_cp_send_recv_overlap", _off, "False", "transfers of a plan always run beside computation"),
-    Rule(
-        "use_fused_ring_attention_update",
-        _off,
-        "False",
-        f"{_SUITE} context_parallel_suite.npu_merge: ring_update",
-    ),
-    Rule("megatron_cp_in_bnsd", _off, "False", "the order of dimensions inside attention is the backend's"),
-    Rule(
-        "context_parallel_kv_cache_policy",
-        _off,
-        "None",
-        "keys and values are sent again in the backward, behind its computation",
-    ),
-    Rule("use_ulysses_allgather_kv", _off, "False", "a rank gets just the key/value heads that its query heads read"),
-    Rule("attention_mask_on_cpu", _off, "False", "no mask of the whole context is built"),
-    Rule("adaptive_cp_manually_set_mask_list", _off, "False", _ADAPTIVE),
-    Rule("adaptive_cp_dynamic_attn_mask", _off, "False", _ADAPTIVE),
-    Rule("adaptive_cp_only_reschedule", _off, "False", _ADAPTIVE),
-    Rule("adaptive_cp_without_coarse", _off, "False", _ADAPTIVE),
-    Rule(
-        "fix_sub_seq_length",
-        lambda v: v is None or int(v) <= 0,
-        "-1",
-        "documents are not cut into parts of one length; cut them in the data",
-    ),
-    Rule("pre_tockens", _never, "at least seq_length", "give window_size, from which plans are made", when=_hides_keys),
-    Rule("next_tockens", _off, "0", "the mask of a GPT is causal"),
-    Rule("sparse_mode", lambda v: v in (None, 0, 2, 3), "0, 2, 3", "the others are no causal masks; give window_size"),
-    Rule(
-        "position_embedding_type",
-        lambda v: v != "alibi",
-        "'none', with install(spec, suite, alibi=True)",
-        "core attention of MindSpeed, which is not called, would add the biases",
-    ),
-    Rule("alibi_fusion_attn_type", lambda v: v is None, "None", "install(spec, suite, alibi=True) makes the biases"),
-    Rule(
-        "rope_scaling_type",
-        _off,
-        "None",
-        "its frequencies are not those of Megatron's RotaryEmbedding; use rope_scaling or YaRN of Megatron",
-    ),
-    Rule("attn_logit_softcapping", _off, "None", f"{_LLM}; qk_layernorm bounds scores"),
-    Rule("query_pre_attn_scalar", _never, "that of kv_channels", _LLM, when=_scales_otherwise),
-    Rule("interleave_sliding_window", _off, "None", f"{_LLM}; give window_size and window_attn_skip_freq"),
-    Rule("sliding_window_size", _off, "None", f"{_LLM}; give window_size"),
-    Rule("enable_mla_absorb", _off, "False", "attention takes keys and values of each head, not latents"),
-    Rule("partial_rotary_factor", _off, "None", f"{_LLM_ROTATION}; give rotary_percent"),
-    Rule("use_glm_rope", _off, "False", f"{_LLM_ROTATION}; see rotary_percent and rotary_interleaved"),
-    Rule("tp_2d", _off, "False", "its ranks of context parallelism are not Megatron's; use 1-D tensor parallelism"),
-    Rule("unaligned_linear", _off, "False", _HEADS),
-    Rule("use_multiparameter_pipeline_model_parallel", _off, "False", "stages exchange rows of any number"),
-    Rule("schedules_method", _off, "None", _SCHEDULE),
-    Rule("optimize_send_recv_comm", _off, "False", _SCHEDULE),
-    Rule("recompute_in_bubble", _off, "False", _SCHEDULE),
-    Rule("recompute_in_advance", _off, "False", _SCHEDULE),
-    Rule(
-        "recompute_norm",
-        _off,
-        "False",
-        "MindSpeed's forward of a layer for it takes no padding_mask, which this Megatron-core hands over; use "
-        "--recompute-granularity selective --recompute-modules layernorm",
-        when=_layers_lack_padding,
-    ),
-    Rule("moe_fb_overlap", _off, "False", "its schedule of half layers carries no plan"),
-    Rule("moe_tp_extend_ep", _off, "False", _MOE),
-    Rule("moe_alltoall_overlap_comm", _off, "False", _MOE),
-    Rule("moe_allgather_overlap_comm", _off, "False", _MOE),
-    Rule("moe_alltoall_mc2", _off, "False", _MOE),
-    Rule("balanced_moe_experts", _off, "False", _MOE),
-    Rule("enable_expert_placement", _off, "False", _MOE),
-    Rule("fix_router", _off, "False", "tokens would go to experts by their row, which differs between ranks"),
-    Rule(
-        "layerzero",
-        _off,
-        "False",
-        "its gradients have not been compared with one rank's; use --use-distributed-optimizer",
-    ),
-    Rule("dist_train", _off, "False", "its groups of ranks are not Megatron's"),
-    Rule("auto_settings", _off, "False", "it runs launches of its own; `mindspeed-cp simulate` compares algorithms"),
-    Rule("async_log_allreduce", _off, "False", "its log takes losses that are already averaged"),
-    Rule(
-        "use_batch_invariant_ops",
-        _off,
-        "False",
-        "which tiles a token is in depends on the other documents of its row",
-    ),
-)
+MINDSPEED_RULES = unsupported("mindspeed")

@@ -1,0 +1,423 @@
+"""The table of flags: what becomes of each flag of Megatron and MindSpeed, read from flags.yaml.
+
+Rows of the table of what is not supported (:mod:`mindspeed_cp.schema.unsupported`) come first, so that a conversion
+refuses what Megatron's start would refuse.
+"""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from mindspeed_cp.convert.command_line import ANY, MANY
+from mindspeed_cp.schema.unsupported import CONDITIONS as CONFIG_CONDITIONS
+from mindspeed_cp.schema.unsupported import Unsupported, unsupported
+
+
+class Outcome(Enum):
+    """What becomes of a flag."""
+
+    SETTING = "setting"  # a key of context_parallel_suite; the flag is left out
+    STAYS_AS_SETTING = "setting, stays"  # a key of context_parallel_suite; the flag stays
+    STAYS = "stays"
+    REMOVED = "left out"
+    REPLACED = "replaced"
+    BY_HAND = "by hand"  # it stays, and the user has to do something that no flag does
+    REFUSED = "refused"
+    ADDED = "added"
+    UNKNOWN = "unknown"  # it stays; no table has it
+    NEXT = "next"  # what every training script needs
+
+    @property
+    def stays(self) -> bool:
+        """True if the flag is among the remaining flags as it was."""
+        return self in (Outcome.STAYS_AS_SETTING, Outcome.STAYS, Outcome.BY_HAND, Outcome.UNKNOWN)
+
+
+#: The alternative to a flag that changes what the model computes, where none is at hand.
+ANOTHER_MODEL = "none: without the flag it is another model; train this one without the suite"
+#: Word of an added flag in place of which the path of the settings stands.
+SUITE_FILE = "SUITE_FILE"
+#: The flags by which Megatron's scripts take this package's spec and settings.
+SPEC_WORDS = ("--spec", "mindspeed_cp.megatron.pretrain", "spec")
+
+
+@dataclass(frozen=True)
+class Given:
+    """The flags of a launch, as conditions read them.
+
+    Attributes:
+        values: values of each flag as it counts (the last one of a name).
+        settings: keys of context_parallel_suite that the user gave beside the flags.
+        default_algorithm: name of the algorithm that no flag gives.
+    """
+
+    values: Mapping[str, tuple[str, ...]]
+    settings: Mapping[str, object]
+    default_algorithm: str = "p2p"
+
+    def has(self, *flags: str) -> bool:
+        """Return True if one of these flags is given."""
+        return any(flag in self.values for flag in flags)
+
+    def value(self, flag: str, default: str = "") -> str:
+        """Return the values of a flag with blanks between them."""
+        return " ".join(self.values[flag]) if flag in self.values else default
+
+    def number(self, flag: str, default: int) -> int | None:
+        """Return the value of a flag as a whole number, None if it is none; the default without the flag."""
+        text = self.value(flag, str(default))
+        return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
+
+    @property
+    def algorithm(self) -> str:
+        """Name of the algorithm as the flags give it: MindSpeed's flag counts before Megatron's."""
+        given = self.values.get("--context-parallel-algo") or self.values.get("--cp-comm-type")
+        names = given or (self.default_algorithm,)
+        name = names[0] if len(set(names)) == 1 else "several"
+        return str(self.settings.get("algorithm", name))
+
+    @property
+    def is_hybrid(self) -> bool:
+        """True for Ulysses inside and a ring outside."""
+        return self.algorithm in ("hybrid_cp_algo", "a2a+p2p", "hybrid")
+
+    @property
+    def has_windows_of_ranks(self) -> bool:
+        """True if rings are to be double rings."""
+        return self.value("--cp-window-size", "1") not in ("0", "1")
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A condition on the other flags: its words in the table, and its test."""
+
+    text: str
+    holds: Callable[[Given], bool]
+
+
+@dataclass(frozen=True)
+class FlagRule:
+    """What becomes of a flag.
+
+    Attributes:
+        flag: with its dashes.
+        arity: number of values; MANY: all words up to the next flag.
+        outcome: what becomes of it.
+        reason: why, as a sentence without a point.
+        value: value for which the rule is; None: any.
+        settings: keys of context_parallel_suite with their values; None: the value of the flag.
+        becomes: REPLACED: new value; REFUSED: the alternative; by hand: what to do.
+        when: condition on the other flags; None: always.
+        key: REFUSED: key of context_parallel_suite that, given by --set, decides in place of the flag.
+    """
+
+    flag: str
+    arity: int
+    outcome: Outcome
+    reason: str
+    value: str | None = None
+    settings: tuple[tuple[str, str | int | None], ...] = ()
+    becomes: str = ""
+    when: Condition | None = None
+    key: str = ""
+
+    def fits(self, values: tuple[str, ...], given: Given) -> bool:
+        """Return True if the rule is for these values of the flag beside the other flags."""
+        text = " ".join(dict.fromkeys(values))
+        return self.value in (None, text) and (self.when is None or self.when.holds(given))
+
+
+@dataclass(frozen=True)
+class Added:
+    """A flag that a conversion adds.
+
+    Attributes:
+        words: the flag and its values; SUITE_FILE stands for the path of the settings.
+        reason: why, as a sentence without a point.
+        when: condition on the flags; None: always. A flag that is given is not added.
+        by_hand: what the user has to do; then nothing is added.
+    """
+
+    words: tuple[str, ...]
+    reason: str
+    when: Condition | None = None
+    by_hand: str = ""
+
+
+def is_number_above(text: str, bound: float) -> bool:
+    """Return True for a number above a bound, and for a word that is no number, whose value is not known."""
+    try:
+        return not float(text) <= bound
+    except ValueError:
+        return True
+
+
+_SAMPLES = ("--is-instruction-dataset", "--pack", "--neat-pack")  # MindSpeed-LLM's trainer makes the batches
+_SCHEDULERS = ("--hybrid-context-parallel", "--dynamic-context-parallel")  # of samples over ranks of all replicas
+
+
+def _is_double_ring(given: Given) -> bool:
+    is_ring = given.algorithm in ("megatron_cp_algo", "p2p", "ring", "double_ring")
+    return is_ring and given.has_windows_of_ranks and given.settings.get("algorithm") != "ring"
+
+
+def _is_alibi(given: Given) -> bool:
+    return given.value("--position-embedding-type") == "alibi"
+
+
+def _has_experts(given: Given) -> bool:
+    return given.value("--num-experts", "0") not in ("0", "None")
+
+
+def _has_own_spec(given: Given) -> bool:
+    return not given.has("--spec") and not _is_alibi(given)
+
+
+def _places_documents(given: Given) -> bool:
+    return given.settings.get("algorithm") == "hierarchical"
+
+
+def _predicts_more_tokens(given: Given) -> bool:
+    return given.value("--mtp-num-layers", "0") not in ("0", "None")
+
+
+def _has_losses_of_experts(given: Given) -> bool:
+    kinds = given.value("--moe-router-load-balancing-type", "aux_loss").split()
+    weights = given.value("--moe-aux-loss-coeff", "0").split()
+    return _has_experts(given) and kinds != ["none"] and any(is_number_above(text, 0) for text in weights)
+
+
+def _schedules_samples(given: Given) -> bool:
+    hinders = _predicts_more_tokens(given) or _has_losses_of_experts(given)
+    return given.has(*_SCHEDULERS) and _places_documents(given) and not hinders
+
+
+def _learns_positions(given: Given) -> bool:
+    kind = given.value("--position-embedding-type", "learned_absolute")
+    rotates = given.has("--use-rotary-position-embeddings", "--reset-position-ids")
+    return kind == "learned_absolute" and not rotates
+
+
+def _rotates(given: Given) -> bool:
+    kind = given.value("--position-embedding-type", "learned_absolute")
+    return kind == "rope" or given.has("--use-rotary-position-embeddings", "--multi-latent-attention")
+
+
+def _shows_fewer_keys(given: Given) -> bool:
+    left, tokens = given.number("--pre-tockens", 0), given.number("--seq-length", 65536)
+    return left is None or tokens is None or left < tokens
+
+
+def _exchanges_rows(given: Given) -> bool:
+    sizes = (given.number(f"--{name}-model-parallel-size", 0) for name in ("expert", "pipeline"))
+    return any(size is not None and size > 1 for size in sizes)
+
+
+def _is_mindspeeds(given: Given) -> bool:
+    return given.has(*MINDSPEED_FLAGS, *LLM_FLAGS)
+
+
+def _restarts(given: Given) -> bool:
+    return given.has("--reset-attention-mask") and not given.has(*_SAMPLES)
+
+
+def _restarts_beside_mindspeed(given: Given) -> bool:
+    resets = given.has("--reset-attention-mask") and (_restarts(given) or given.has("--reset-position-ids"))
+    return resets and _is_mindspeeds(given)
+
+
+def _scales_otherwise(given: Given) -> bool:
+    return given.value("--query-pre-attn-scalar") != given.value("--kv-channels", "none")
+
+
+def _is_llama3_of_megatron(given: Given) -> bool:
+    """Return True if Megatron's --use-rope-scaling has the same frequencies, whose other numbers are fixed there."""
+    fixed = {"--low-freq-factor": 1, "--high-freq-factor": 4, "--original-max-position-embeddings": 8192}
+    try:
+        equal = all(float(given.value(flag)) == value for flag, value in fixed.items())
+    except ValueError:
+        return False
+    return equal and given.value("--rope-scaling-type") == "llama3"
+
+
+#: Conditions of rows on the other flags, by their words in the table; "above N" is of the row's own flag.
+CONDITIONS: Mapping[str, Callable[[Given], bool]] = {
+    "beside `--context-parallel-algo`": lambda given: given.has("--context-parallel-algo"),
+    "ring, `--cp-window-size` above 1": _is_double_ring,
+    "hybrid": lambda given: given.is_hybrid,
+    "hybrid, above 1": lambda given: given.is_hybrid and given.has_windows_of_ranks,
+    "`--set algorithm=hierarchical`": _places_documents,
+    "beside `--mtp-num-layers`": _predicts_more_tokens,
+    "experts, `--moe-aux-loss-coeff` other than 0": _has_losses_of_experts,
+    "`--hybrid-context-parallel` or `--dynamic-context-parallel`, `--set algorithm=hierarchical`, neither "
+    "`--mtp-num-layers` nor losses of experts": _schedules_samples,
+    "learned positions without `--reset-position-ids`": _learns_positions,
+    "beside `--is-instruction-dataset`, `--pack`, `--neat-pack`": lambda given: given.has(*_SAMPLES),
+    "beside MindSpeed": _is_mindspeeds,
+    "without `--reset-attention-mask`": lambda given: (
+        not given.has("--reset-attention-mask", "--dataloader-inter-document-masking", "--cp-plan-documents")
+    ),
+    "beside `--reset-attention-mask`": lambda given: given.has("--reset-attention-mask"),
+    "less than `--seq-length`": _shows_fewer_keys,
+    "other than `--kv-channels`": _scales_otherwise,
+    "`llama3` with factors 1 and 4 and 8192 positions": _is_llama3_of_megatron,
+    "beside `--rope-scaling-type`": lambda given: given.has("--rope-scaling-type"),
+    "ALiBi": _is_alibi,
+    "not 0": lambda given: given.value("--mtp-num-layers") != "0",
+    "expert or pipeline parallelism": _exchanges_rows,
+    "rotary positions": _rotates,
+    "`--reset-attention-mask`, unless `--is-instruction-dataset`, `--pack` or `--neat-pack`": _restarts,
+    "`--reset-attention-mask` beside MindSpeed": _restarts_beside_mindspeed,
+    "no other `--spec`, no ALiBi, no experts": lambda given: _has_own_spec(given) and not _has_experts(given),
+    "experts, no other `--spec`, no ALiBi": lambda given: _has_own_spec(given) and _has_experts(given),
+}
+
+
+def _condition(text: str | None, flag: str) -> Condition | None:
+    """Return a condition by its words."""
+    if text is None:
+        return None
+    above = re.fullmatch("above ([0-9]+)", text)
+    if above is None:
+        return Condition(text, CONDITIONS[text])
+    return Condition(text, lambda given: is_number_above(given.value(flag, above[1]), float(above[1])))
+
+
+def _flag_rules(row: dict[str, Any], arities: Mapping[str, int]) -> list[FlagRule]:
+    """Return the rules of a row of flags.yaml."""
+    (outcome,) = (outcome for outcome in Outcome if outcome.value in row)
+    instead = {"instead": ANOTHER_MODEL} if row.get("instead") == "none" else {}
+    becomes = next(((row | instead)[key] for key in ("instead", "to do", "value") if key in row), "")
+    return [
+        FlagRule(
+            flag=flag,
+            arity=arities.get(flag, 0),
+            outcome=outcome,
+            reason=row[outcome.value],
+            value=value,
+            settings=tuple(row.get("settings", {}).items()),
+            becomes=becomes,
+            when=_condition(row.get("when"), flag),
+            key=row.get("key", ""),
+        )
+        for flag in row["flag"].split()
+        for value in row.get("is", [None])
+    ]
+
+
+def flag_of(setting: str) -> str:
+    """Return the flag of a setting of Megatron."""
+    return "--" + setting.replace("_", "-")
+
+
+def _refused_rule(row: Unsupported) -> FlagRule:
+    """Return the rule of a flag whose setting is not supported."""
+    is_switch = row.valid in ("False", "True")
+    valid = row.valid.replace("'", "")
+    other = "" if is_switch or valid == "None" else f"other than {valid}"
+    words = ", ".join(filter(None, (other, row.when)))
+    # A flag that is left out has one of these values.
+    instead = "leave the flag out" if valid in ("False", "None", "0", "0.0", "1") else valid
+    return FlagRule(
+        flag_of(row.setting),
+        0 if is_switch else MANY if row.setting == "moe_router_load_balancing_type" else 1,
+        Outcome.REFUSED,
+        row.instead,
+        becomes=ANOTHER_MODEL if row.another_model else instead,
+        when=Condition(words, partial(_is_refused, row)) if words or not is_switch else None,
+    )
+
+
+def _is_refused(row: Unsupported, given: Given) -> bool:
+    """Return True if a start with these flags would refuse a setting."""
+    flag = flag_of(row.setting)
+    if not given.has(flag):
+        return False
+    words = [_number(text) for text in given.values[flag]]
+    value = words[0] if len(words) == 1 else words or True
+    return row.problem(Namespace(**_settings(given) | {row.setting: value})) is not None
+
+
+def _settings(given: Given) -> dict[str, Any]:
+    """Return the settings that conditions read; a number that is not known is Megatron's default."""
+    numbers = {
+        **{f"{name}_model_parallel_size": f"--{name}-model-parallel-size" for name in ("tensor", "expert")},
+        "context_parallel_size": "--context-parallel-size",
+    }
+    counts = {"num_moe_experts": "--num-experts", "mtp_num_layers": "--mtp-num-layers"}
+    switches = ("sequence_parallel", "multi_latent_attention", "moe_hybridep_pad_uneven_dispatch_inputs")
+    return {
+        **{name: given.number(flag, 1) or 1 for name, flag in numbers.items()},
+        **{name: given.number(flag, 0) or 0 for name, flag in counts.items()},
+        **{name: given.has(flag_of(name)) for name in switches},
+        "q_lora_rank": given.value("--q-lora-rank") or None,
+        "moe_token_dispatcher_type": given.value("--moe-token-dispatcher-type", "allgather"),
+        "attention_dropout": _number(given.value("--attention-dropout", "0.1")),
+    }
+
+
+def _number(text: str) -> int | float | str:
+    """Return a word as Megatron's parser reads it: numbers as such."""
+    if re.fullmatch(r"-?[0-9]{1,18}", text):
+        return int(text)
+    is_number = re.fullmatch(r"-?([0-9]{1,18}\.?[0-9]{0,18}|\.[0-9]{1,18})([eE][-+]?[0-9]{1,3})?", text)
+    return float(text) if is_number else text
+
+
+def _read_table() -> dict[str, Any]:
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    table: dict[str, Any] = yaml.load(Path(__file__).with_name("flags.yaml").read_text("utf-8"), loader)
+    return table
+
+
+def names(text: str) -> frozenset[str]:
+    """Return flags by their names without dashes."""
+    return frozenset(f"--{name}" for name in text.split())
+
+
+_TABLE = _read_table()
+
+#: Flags by which a launch is known as one of MindSpeed, or of MindSpeed-LLM: Megatron has none of them.
+MINDSPEED_FLAGS, LLM_FLAGS = names(_TABLE["mindspeed"]), names(_TABLE["mindspeed_llm"])
+#: Flags without a row that change what the model computes -> why planned attention computes it, too.
+MODEL_FLAGS = {f"--{name}": group["why"] for group in _TABLE["model"] for name in group["flags"].split()}
+#: Flags without a row that change neither the model nor its batches.
+OTHER_FLAGS = names(_TABLE["other"]) | MINDSPEED_FLAGS | LLM_FLAGS
+#: What a launch does in place of a training: {"work", "words" in the name of its script, "flags"}.
+OTHER_WORK: list[dict[str, str]] = _TABLE["other_work"]
+#: Training scripts that have no place for the lines that plans need -> {"refused", "instead"}.
+REFUSED_SCRIPTS: dict[str, dict[str, str]] = {row["script"]: row for row in _TABLE["scripts"]}
+#: Settings whose flags have rows of their own in place of a refusal.
+OWN_ROWS = tuple(_TABLE["own"].split())
+
+_GIVEN_ARITIES = {
+    flag: arity for name, arity in (("one", 1), ("many", MANY), ("any", ANY)) for flag in _TABLE["values"][name].split()
+}
+
+#: All rules. The first that fits a flag, its value and the other flags is applied.
+RULES: tuple[FlagRule, ...] = (
+    *(
+        _refused_rule(row)
+        for group in ("model", "arguments", "mindspeed")
+        for row in unsupported(group)
+        if row.setting not in OWN_ROWS and (not row.when or row.when in CONFIG_CONDITIONS)
+    ),
+    *(rule for row in _TABLE["rows"] for rule in _flag_rules(row, _GIVEN_ARITIES)),
+)
+
+#: Number of values of each flag of the table.
+ARITIES = {rule.flag: rule.arity for rule in RULES}
+
+ADDED_FLAGS = tuple(
+    Added(tuple(row["words"].split()), row["added"], _condition(row.get("when"), row["words"]), row.get("to do", ""))
+    for row in _TABLE["added"]
+)
