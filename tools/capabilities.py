@@ -34,12 +34,12 @@ FEATURES: dict[str, tuple[str, ...]] = {
 
 #: Devices on which "exact" was verified.
 _VERIFIED_ON = {
-    "cpu": "Seen on CPUs, with gloo between ranks.",
-    "npu": "Seen with the real torch-npu and its ProcessGroupHCCL over a stand-in for CANN (tests/host_cann), whose "
+    "cpu": "On CPUs, with gloo between ranks.",
+    "npu": "With the real torch-npu and its ProcessGroupHCCL over a stand-in for CANN (tests/host_cann), whose "
     "arithmetic and rules are this project's reading of the vendor's documentation: never on a device. "
     "`mindspeed-cp doctor --device npu` checks a device. Which weights attention dropout drops is drawn from the "
     "device's generator, not from the dropout key, so it depends on ranks and algorithm.",
-    "cuda": "Seen on one NVIDIA H200, every rank of a plan one after the other; NCCL between GPUs never. Each commit, "
+    "cuda": "On one NVIDIA H200, every rank of a plan one after the other; NCCL between GPUs never. On each commit, "
     "on CPUs, with a test double for torch's flash attention and the torch implementation of this "
     "project's kernel for tiles. `make test-cuda` and `mindspeed-cp doctor --device cuda` check a GPU; the latter "
     "prints which kernel serves what. Dropout is there in bf16 and fp16, for heads of up to 256 channels, and is "
@@ -103,41 +103,40 @@ def unsupported(cell: Cell) -> UnsupportedAttention | None:
 
 
 def capabilities_md() -> str:
-    """Return the text of docs/capabilities.md."""
-    parts = [_HEAD]
+    """Return the text of docs/capabilities.md: features by backends, with numbered notes.
+
+    A column stands for all algorithms of a backend; algorithms that differ have columns of their own.
+    """
+    columns: dict[str, list[str]] = {}
+    counts = []
     for backend in BACKEND_NAMES:
-        parts += _backend_table(backend)
-    return "\n".join(parts) + "\n"
-
-
-def _backend_table(backend: str) -> list[str]:
-    """Return the table of a backend: features by algorithms, equal columns merged, with numbered notes."""
-    results = [(cell, unsupported(cell)) for cell in all_cells() if cell.backend == backend]
-    notes = [row for row in ATTENTION if any(row is result for _, result in results)]
-    columns: dict[tuple[str, ...], list[str]] = {}
-    for name in ALGORITHMS:
-        rows = [(cell, result) for cell, result in results if cell.algorithm == name]
-        columns.setdefault(tuple(_entry(rows, *feature, notes) for feature in _LABELS), []).append(name)
-    heads = [", ".join(names) for names in columns.values()]
-    exact = sum(result is None for _, result in results)
-    return [
-        f"## {backend}\n",
-        *([f"{_VERIFIED_ON[backend]}\n"] if backend in _VERIFIED_ON else []),
-        f"| | {' | '.join(heads)} |",
-        "|---" * (1 + len(heads)) + "|",
-        *(f"| {label} | {' | '.join(entries)} |" for label, *entries in zip(_LABELS.values(), *columns, strict=True)),
-        *(f"\n{number}. Refused: {row}." for number, row in enumerate(notes, 1)),
-        f"\nThe rows combine freely: {exact:,} of {len(results):,} combinations are exact"
-        + (", the others refused by what the notes say." if notes else "."),
+        results = [(cell, unsupported(cell)) for cell in all_cells() if cell.backend == backend]
+        counts.append(f"{sum(row is None for _, row in results):,} of {len(results):,} on {backend}")
+        names: dict[tuple[str, ...], list[str]] = {}
+        for name in ALGORITHMS:
+            rows = [(cell, row) for cell, row in results if cell.algorithm == name]
+            names.setdefault(tuple(_entry(rows, *feature) for feature in _LABELS), []).append(name)
+        for entries, algorithms in names.items():
+            columns[backend if len(names) == 1 else f"{backend}: {', '.join(algorithms)}"] = list(entries)
+    lines = [
+        _HEAD,
+        f"| | {' | '.join(columns)} |",
+        "|---" * (1 + len(columns)) + "|",
+        *(f"| {label} | {' | '.join(row)} |" for label, *row in zip(_LABELS.values(), *columns.values(), strict=True)),
+        "",
+        *(f"{number}. {row}." for number, row in enumerate(ATTENTION, 1)),
+        f"\nThe rows combine freely: of all combinations with an algorithm, {', '.join(counts)} are exact, the others "
+        "refused by what the notes say.",
+        "\n## Where it was verified\n",
+        *(f"- **{backend}**: {text}" for backend, text in _VERIFIED_ON.items()),
     ]
+    return "\n".join(lines) + "\n"
 
 
-def _entry(
-    rows: list[tuple[Cell, UnsupportedAttention | None]], feature: str, value: str, notes: list[UnsupportedAttention]
-) -> str:
+def _entry(rows: list[tuple[Cell, UnsupportedAttention | None]], feature: str, value: str) -> str:
     """Return the entry of one algorithm and one value of a feature."""
     results = [row for cell, row in rows if getattr(cell, feature) == value]
-    numbers = [number for number, note in enumerate(notes, 1) if note in results and feature in note.features]
+    numbers = [number for number, note in enumerate(ATTENTION, 1) if note in results and feature in note.features]
     return ("exact" if None in results else "refused") + (f" ({', '.join(map(str, numbers))})" if numbers else "")
 
 
@@ -147,9 +146,8 @@ _HEAD = """\
 Made by `make docs-tables` from the table in `mindspeed_cp/schema/unsupported.py`. Settings, plans and backends are
 checked against it, and tests walk every cell.
 
-*exact*: out, dq, dk and dv agree with dense attention in fp64, for any number of ranks (odd ones too), any number of
-query heads, and lengths that divide by nothing. A number in brackets is a note below the table: together with something
-else it is refused, with the message that the note quotes. Attention sinks change neither plans nor calls of a backend:
-every exact cell has them ([attention](attention.md#sinks)). Nor do latents of multi-head latent attention, which
-readers expand: every exact cell without grouped heads has them ([attention](attention.md#latents)).
+*exact*: out, dq, dk and dv agree with dense attention in fp64, with every algorithm, for any number of ranks (odd ones
+too), any number of query heads, and lengths that divide by nothing. A number in brackets is a note: together with
+something else the feature is refused, with the message of the note. Every exact cell has [sinks](attention.md#sinks),
+and every exact cell without grouped heads has [latents](attention.md#latents).
 """

@@ -379,18 +379,23 @@ def _read_table() -> dict[str, Any]:
     return table
 
 
-def _names(text: str) -> frozenset[str]:
+def names(text: str) -> frozenset[str]:
+    """Return flags by their names without dashes."""
     return frozenset(f"--{name}" for name in text.split())
 
 
 _TABLE = _read_table()
 
 #: Flags by which a launch is known as one of MindSpeed, or of MindSpeed-LLM: Megatron has none of them.
-MINDSPEED_FLAGS, LLM_FLAGS = _names(_TABLE["mindspeed"]), _names(_TABLE["mindspeed_llm"])
+MINDSPEED_FLAGS, LLM_FLAGS = names(_TABLE["mindspeed"]), names(_TABLE["mindspeed_llm"])
 #: Flags without a row that change what the model computes -> why planned attention computes it, too.
 MODEL_FLAGS = {f"--{name}": group["why"] for group in _TABLE["model"] for name in group["flags"].split()}
 #: Flags without a row that change neither the model nor its batches.
-OTHER_FLAGS = _names(_TABLE["other"]) | MINDSPEED_FLAGS | LLM_FLAGS
+OTHER_FLAGS = names(_TABLE["other"]) | MINDSPEED_FLAGS | LLM_FLAGS
+#: What a launch does in place of a training: {"work", "words" in the name of its script, "flags"}.
+OTHER_WORK: list[dict[str, str]] = _TABLE["other_work"]
+#: Training scripts that have no place for the lines that plans need -> {"refused", "instead"}.
+REFUSED_SCRIPTS: dict[str, dict[str, str]] = {row["script"]: row for row in _TABLE["scripts"]}
 #: Settings whose flags have rows of their own in place of a refusal.
 OWN_ROWS = tuple(_TABLE["own"].split())
 

@@ -7,30 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from mindspeed_cp.convert.flag_table import ARITIES
+from mindspeed_cp.convert.flag_table import ARITIES, OTHER_WORK, names
 from mindspeed_cp.convert.recorder import RECORDED, TIME_LIMIT, Recording, last_error
 from mindspeed_cp.errors import ConfigError, shortened
 
 _MODULE_FLAGS = ("-m", "--module")
 _SHOWN = 60  # letters of a command in a message
 _TRAINS = re.compile(r"train|finetune|sft")
-
-#: Words in the name of a script -> what it does in place of training.
-_OTHER_WORK = (
-    (re.compile(r"\b(infer|generat|chat|serve)"), "inference"),
-    (re.compile(r"\beval"), "evaluation"),
-    (re.compile(r"\b(preprocess|process data|tokenize|dataset)"), "preparation of data"),
-    (re.compile(r"\b(convert|ckpt|checkpoint|merge\b|export|quant)"), "conversion of checkpoints"),
-)
-#: Flags of which each says the same.
-_OTHER_FLAGS = {
-    **dict.fromkeys(("--max-new-tokens", "--hf-chat-template", "--use-kv-cache"), "inference"),
-    **dict.fromkeys(("--evaluation-batch-size", "--eval-language"), "evaluation"),
-    **dict.fromkeys(("--output-prefix", "--json-keys"), "preparation of data"),
-    **dict.fromkeys(
-        ("--load-model-type", "--save-model-type", "--target-tensor-parallel-size"), "conversion of checkpoints"
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -103,10 +86,13 @@ def other_work(launch: Launch) -> str | None:
         return "a training by MindSpore, and plans are for PyTorch"
     stem = "" if launch.entry is None else PurePosixPath(launch.entry.replace(".", "/").removesuffix("/py")).name
     if not _TRAINS.search(stem):
-        for pattern, work in _OTHER_WORK:
-            if pattern.search(re.sub(r"[^a-zA-Z]+", " ", stem)):
-                return f"{work}, no training"
-    return next((f"{work}, no training" for flag, work in _OTHER_FLAGS.items() if flag in given), None)
+        words = re.sub(r"[^a-zA-Z]+", " ", stem)
+        named = next((row for row in OTHER_WORK if re.search(rf"\b({row['words']})", words)), None)
+        if named is not None:
+            return f"{named['work']}, no training"
+    return next(
+        (f"{row['work']}, no training" for row in OTHER_WORK if not given.isdisjoint(names(row["flags"]))), None
+    )
 
 
 def _read(words: Sequence[str], name: str) -> Launch | None:

@@ -46,92 +46,11 @@ _TOOLS = (
     *("id", "whoami", "ls", "stat", "mktemp", "getopt", "jq", "cmp", "diff", "getconf", "arch", "printenv"),
 )
 
-#: Words: the temporary folder, programs mount and sleep, folders to overlay, --, and a command. It runs as process 1 of
-#: a namespace, waits a moment for what the command leaves in the background, and takes the rest with it.
-_SEAL = r"""
-root=$1 mount=$2 sleep=$3 number=0 overlaid=
-shift 3
-while [ "$1" != -- ]; do
-    number=$((number + 1))
-    layers=lowerdir=$1,upperdir=$root/upper/$number,workdir=$root/work/$number
-    "$mount" -t overlay overlay -o "$layers" "$1" 2> /dev/null && overlaid="$overlaid:$1:"
-    shift
-done
-shift
-"$mount" -t proc -o ro proc /proc && "$mount" --bind "$root" "$root" || exit 97
-for pass in seal check; do
-    while read -r _ target _ options _; do
-        target=$(printf %b "$target")
-        case $target in /proc | /proc/*) continue ;; esac
-        case $overlaid:$root: in *":$target:"*) continue ;; esac
-        if [ $pass = seal ]; then
-            "$mount" -o remount,bind,ro "$target" 2> /dev/null
-        else  # one mount may hide another, as often of /dev/shm
-            case $target:,$options, in /dev*) ;; *,rw,*) exit 97 ;; esac
-        fi
-    done < /proc/self/mounts
-done
-cd "$root/run" || exit 97
-"$@"
-status=$? number=0
-while [ $number -lt 50 ]; do
-    set -- /proc/[0-9]*
-    [ $# -gt 1 ] || break
-    "$sleep" 0.01
-    number=$((number + 1))
-done
-exit $status
-"""
-
-#: Read by every bash before its script: PATH stays what it is here, and a program with a path is recorded, too.
-_PROFILE = r"""
-set -o functrace
-command_not_found_handle() {
-    case $1 in nvidia-smi|npu-smi|rocm-smi|ip|ifconfig) return 127 ;; esac
-    "@BIN@/.record" "$@"
-}
-__recorder_guard() {
-    PATH=@BIN@
-    local words word base
-    read -r -a words <<< "$BASH_COMMAND"
-    for word in "${words[@]:0:8}"; do
-        case $word in [A-Za-z_]*=*) continue ;; esac
-        break
-    done
-    [[ $word =~ ^[A-Za-z0-9_./\$\{\}\"%#*:+-]+$ ]] || return 0
-    eval "word=$word" 2> /dev/null || return 0
-    base=${word##*/}
-    if [[ $word == */* && $word != @BIN@/* && $word =~ ^[A-Za-z0-9_./+-]+$ && -n $base ]]; then
-        local line= run="@BIN@/.record $word"
-        if [[ -x @BIN@/$base ]]; then run=@BIN@/$base
-        elif [[ -f $word ]]; then IFS= read -r line < "$word"; fi
-        [[ $line == "#!"*sh* ]] || eval "function $word { $run \"\$@\"; }"
-    fi
-    return 0
-}
-trap '__recorder_guard 2> /dev/null' DEBUG
-"""
-
-_RECORD = r"""#!@BASH@ -p
-set -C
-until { printf '%s\0' "@NAME@" "$@" > "@RECORDS@/$BASHPID.$RANDOM"; } 2> /dev/null; do :; done
-"""
-
-#: Goes on with the first word that names a program of its PATH or a script; its options are skipped.
-_START = r"""#!@BASH@ -p
-PATH=@BIN@
-words=("@NAME@" "$@")
-while [ $# -gt 0 ]; do
-    base=${1##*/}
-    if [[ $1 =~ ^[A-Za-z_][A-Za-z0-9_]*= ]]; then export "$1"
-    elif [[ $1 != -* && -n $base && -x @BIN@/$base ]]; then shift; exec "@BIN@/$base" "$@"
-    elif [[ $1 == *.sh ]]; then exec "@BIN@/bash" "$@"
-    elif [[ $1 == *" "* && $1 =~ (torchrun|python|\.sh) ]]; then exec "@BIN@/bash" -c "$1"
-    fi
-    shift
-done
-exec "@BIN@/.record" "${words[@]}"
-"""
+#: Texts of the shell: what seals a run; what every bash reads first; a recorder; a program that starts another one.
+_SEAL, _PROFILE, _RECORD, _START = (
+    (Path(__file__).parent / "recording" / f"{name}.sh").read_text("utf-8")
+    for name in ("seal", "profile", "record", "start")
+)
 
 #: Stand-ins for programs whose value is read, or that would write.
 _STAND_INS = {

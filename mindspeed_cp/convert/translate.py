@@ -19,6 +19,7 @@ from mindspeed_cp.convert.flag_table import (
     LLM_FLAGS,
     MODEL_FLAGS,
     OTHER_FLAGS,
+    REFUSED_SCRIPTS,
     RULES,
     SPEC_WORDS,
     SUITE_FILE,
@@ -41,20 +42,6 @@ LLM_ALGORITHM = "ulysses_cp_algo"
 
 #: Training script that builds its layers from --spec.
 SCRIPT_WITH_SPEC = "pretrain_gpt.py"
-
-#: Training scripts that have no place for the lines that planned batches need -> the reason, and what works.
-_OWN_TRAINER = (
-    "a get_batch, loss and model provider of yours in a script like pretrain_gpt.py: planned_batch_from(batch, config, "
-    "suite) and planned.install (docs/megatron.md, A script with a batch, loss and layers of your own)"
-)
-_REFUSED_SCRIPTS = {
-    "posttrain_gpt.py": ("its AutoTrainer makes model, batches and losses: it has no lines to change", _OWN_TRAINER),
-    "rlhf_gpt.py": ("its workers make rollouts, batches and losses themselves", _OWN_TRAINER),
-    "pretrain_mamba.py": (
-        "state-space layers need their tokens in order on one rank",
-        "a model of softmax attention in every layer",
-    ),
-}
 
 #: Processes of a node, for torchrun.
 _PROCESS_FLAGS = ("--nproc_per_node", "--nproc-per-node")
@@ -273,7 +260,7 @@ class _Work:
                 continue
             words = [output if word == SUITE_FILE else word for word in added.words]
             by_hand = added.by_hand
-            takes_spec = entry is None or PurePosixPath(entry).name in (SCRIPT_WITH_SPEC, *_REFUSED_SCRIPTS)
+            takes_spec = entry is None or PurePosixPath(entry).name in (SCRIPT_WITH_SPEC, *REFUSED_SCRIPTS)
             if added.words == SPEC_WORDS and not by_hand and not takes_spec:
                 by_hand = (
                     f"add it to the flags if {entry} builds its layers from args.spec, as pretrain_gpt.py does; if it "
@@ -286,10 +273,9 @@ class _Work:
                 self.changes.append(Change(" ".join(words), Outcome.ADDED, "", added.reason))
                 self.added += words
         script = "the training script" if entry is None else entry
-        refused = _REFUSED_SCRIPTS.get(PurePosixPath(script).name)
+        refused = REFUSED_SCRIPTS.get(PurePosixPath(script).name)
         if refused is not None:
-            reason, instead = refused
-            self.changes.append(Change(script, Outcome.REFUSED, instead, reason))
+            self.changes.append(Change(script, Outcome.REFUSED, refused["instead"], refused["refused"]))
         else:
             self.changes.append(Change(script, Outcome.NEXT, _SCRIPT_LINES, _SCRIPT_REASON))
 

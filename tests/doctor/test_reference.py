@@ -33,7 +33,7 @@ CASES = (
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_blocks_are_the_whole(case: OperatorCase) -> None:
+def test_a_reference_made_in_blocks_is_dense_attention(case: OperatorCase) -> None:
     key = case.reference_key(3)
     q, k, v, dout = (x.double() for x in reference_inputs(key))
     leaves = [x.requires_grad_() for x in (q, k, v)]
