@@ -39,7 +39,7 @@ ENGINE_RANKS, CANARY = 2, "canary of attention"
 
 def quickstart_settings(folder: str, steps: int) -> Any:
     changes = [
-        *(f"output.folder={folder}/run", "output.progress=none", "train.compare=[]", "checkpoint.save_interval=0"),
+        *(f"output.folder={folder}/run", "output.log_interval=0", "train.compare=[]", "checkpoint.save_interval=0"),
         *(f"train.train_iters={steps}", "train.check_attention_interval=1"),
     ]
     return load_settings(QUICKSTART, changes)
@@ -49,7 +49,7 @@ def train_rank(rank: int, folder: str, steps: int, ranks: int) -> None:
     """Train as a rank of the quick start, and write the median seconds of a step and of the check."""
     environment = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     os.environ |= {name: str(value) for name, value in environment.items()} | {"GLOO_SOCKET_IFNAME": "lo"}
-    from mindspeed_cp.train.uncompiled import uncompiled_megatron
+    from mindspeed_cp.train.launch import uncompiled_megatron
 
     with uncompiled_megatron():
         from mindspeed_cp.megatron import megatron_compat

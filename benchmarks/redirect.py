@@ -124,13 +124,13 @@ def measure(folder: str, steps: int, layers: int) -> dict[str, Any]:
     environment = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
     os.environ |= {name: str(value) for name, value in environment.items()} | {"GLOO_SOCKET_IFNAME": "lo"}
     from mindspeed_cp.config.settings import load_settings
-    from mindspeed_cp.train.uncompiled import uncompiled_megatron
+    from mindspeed_cp.train.launch import uncompiled_megatron
 
     small = ["model.hidden_size=64", "model.ffn_hidden_size=128", f"model.num_layers={layers}", "data.seq_length=128"]
     suite = ["context_parallel_suite.context_parallel_size=1", "context_parallel_suite.nodes=1", "train.compare=[]"]
     checks = ["train.check_attention_interval=0"]
     run = ["train.global_batch_size=1", f"train.train_iters={steps + WARM_UP}", "train.threads_per_rank=1"]
-    files = [f"output.folder={folder}/run", "output.progress=none", "output.loss_png=false"]
+    files = [f"output.folder={folder}/run", "output.log_interval=0"]
     settings = load_settings(
         QUICKSTART, [*small, *suite, *checks, *run, *files, "context_parallel_suite.algorithm=ring"]
     )

@@ -172,10 +172,10 @@ def training_worker(rank: int, folder: str, ranks: int, steps: int) -> None:
     from mindspeed_cp.config.settings import load_settings
     from mindspeed_cp.megatron import megatron_compat
     from mindspeed_cp.train import loop
-    from mindspeed_cp.train.uncompiled import uncompiled_megatron
+    from mindspeed_cp.train.launch import uncompiled_megatron
     from mindspeed_cp.train.world import join_ranks
 
-    overrides = [f"output.folder={folder}/run", "output.progress=none", f"train.train_iters={steps}"]
+    overrides = [f"output.folder={folder}/run", "output.log_interval=0", f"train.train_iters={steps}"]
     settings = load_settings(QUICKSTART, [*overrides, "train.compare=[]", "train.lr_warmup_iters=2"])
     timings: dict[str, tuple[list[float], list[float], list[float]]] = {check.name: ([], [], []) for check in CHECKS}
     run_step, plans = loop.run_step, []

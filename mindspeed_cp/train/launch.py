@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -44,7 +44,6 @@ from mindspeed_cp.train.failures import (
     out_of_memory_error,
 )
 from mindspeed_cp.train.stop_request import stop_signals
-from mindspeed_cp.train.uncompiled import uncompiled_megatron
 
 if TYPE_CHECKING:
     from mindspeed_cp.train.world import World
@@ -253,6 +252,30 @@ def _rank(local: int, ranks: int, launcher: int, folder: Path, settings: str, as
     _exit(OK)
 
 
+@contextmanager
+def uncompiled_megatron() -> Iterator[None]:
+    """Leave the functions that Megatron-core would fuse as they are written, if it is imported in this block.
+
+    Megatron-core passes some thirty small functions to torch.compile while it is imported, which imports the whole
+    compiler, a third of what a rank needs to start. The devices of `mindspeed-cp train` gain nothing from it: a step
+    on the CPU would wait for a C++ compiler, and torch_npu brings none. Megatron-core's own `disable_jit_fuser` comes
+    too late, since its package has used the decorator by then.
+    """
+    import torch
+
+    compile_before = torch.compile
+    torch.compile = _as_written  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compile_before
+
+
+def _as_written(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Take the place of torch.compile, as a function or as a decorator with options."""
+    return _as_written if function is None else function
+
+
 def run_rank(settings: Settings, *, as_json: bool, store_file: Path | None = None) -> None:
     """Train as the rank that the environment names; the first rank prints the summary.
 
@@ -270,9 +293,7 @@ def run_rank(settings: Settings, *, as_json: bool, store_file: Path | None = Non
     with uncompiled_megatron():
         from mindspeed_cp.megatron import megatron_compat
         from mindspeed_cp.train.loop import train
-    from mindspeed_cp.report.text import print_tables, wrap_text
-    from mindspeed_cp.train.output import ignore_closed_terminal
-    from mindspeed_cp.train.summary import closing_lines, summary_table
+    from mindspeed_cp.train.output import print_summary
     from mindspeed_cp.train.world import join_ranks
 
     with megatron_compat(), join_ranks(settings, store_file=store_file) as world:
@@ -286,15 +307,8 @@ def run_rank(settings: Settings, *, as_json: bool, store_file: Path | None = Non
                     raise lost_over_device(world.rank, error, world.device.type) from None
                 raise name_lost_ranks(world, error) from None
             raise
-    if summary is None:
-        return
-    with ignore_closed_terminal():
-        if as_json:
-            print(json.dumps(summary), flush=True)
-            return
-        print_tables([summary_table(summary)], sys.stdout)
-        for line in closing_lines(summary):
-            print(wrap_text(line), flush=True)
+    if summary is not None:
+        print_summary(summary, as_json=as_json)
 
 
 def name_lost_ranks(world: World, error: BaseException) -> PeerError:

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from mindspeed_cp.algorithms.plan_cache import PlanCache
+from mindspeed_cp.config.derived import document_cost, mean_layer_cost, training_plan_options
 from mindspeed_cp.config.settings import Settings
-from mindspeed_cp.data import Dispatcher, PackedRow, PackedStream, TreeRow
+from mindspeed_cp.data import Corpus, Dispatcher, PackedRow, PackedStream, PoolModel, TrajectoryCorpus, TreeRow
 from mindspeed_cp.engine import prepare
 from mindspeed_cp.engine.hidden_states import hidden_redistribution
-from mindspeed_cp.layout import Documents
 from mindspeed_cp.megatron import PlannedBatchParams, micro_batch_seed, planned_batch, trajectory_batch
 from mindspeed_cp.ops.attention import backend_from_settings
 from mindspeed_cp.plan import AttentionConfig, Plan, Topology, verify_plan
@@ -35,9 +35,6 @@ from mindspeed_cp.train.world import World
 POLL_SECONDS = 0.5  # interval of the checks for a dead thread or a request to stop
 STOP_SECONDS = 5.0  # a rank that is asked to stop keeps waiting so long: the other ranks are in the same step
 END_SECONDS = 5.0  # the thread is abandoned after so long: reading its file may never end
-
-
-Plans = Mapping[AttentionConfig, Plan]  # of a row, by the attention of layers
 
 
 @dataclass(frozen=True)
@@ -54,8 +51,6 @@ class MicroBatch:
         state: state of the data stream behind the global batch of this row.
         planning_seconds: time in which this rank dispatched the global batch (counted in its first row), chose the
             row's algorithm and planned it.
-        plans, cached_plans: number of plans that the row needs, and how many of them were in the cache; counted as
-            `tokens`.
         algorithm_choice: algorithm of these plans.
         digest: digest of the dispatched global batch; equal on all ranks.
         content_digest: digest of the tokens of this replica's rows in that batch; equal on all its ranks.
@@ -73,8 +68,6 @@ class MicroBatch:
     visible_pairs: int
     state: dict[str, Any]
     planning_seconds: float
-    plans: int
-    cached_plans: int
     algorithm_choice: RowAlgorithm
     digest: int = 0
     content_digest: int = 0
@@ -211,26 +204,23 @@ class MicroBatchLoader:
         topology = self._world.pool_topology(self._pools) if self._pools else self._suite.topology
         return topology, self._world.plan_rank(self._pools)
 
-    def _planned(self, row: PackedRow) -> tuple[RowAlgorithm, Plans]:
-        """Return the algorithm and the plans of a row."""
+    def _planned(self, row: PackedRow) -> tuple[RowAlgorithm, Mapping[AttentionConfig, Plan]]:
+        """Return the algorithm of a row, and its plans by the attention of layers, from the cache if they are there."""
+        topology, rank = self._topology_and_rank
         # Every rank has the same plans: the ranks of a plan take turns to prove them.
-        turn = row.index // self._world.replicas % self._topology_and_rank[0].ranks
-        self._verifies = self._suite.verify_plans and turn == self._topology_and_rank[1]
+        turn = row.index // self._world.replicas % topology.ranks
+        self._verifies = self._suite.verify_plans and turn == rank
         choice = self._choose(row.documents)
-        return choice, self._plans_of(row.documents, choice)
-
-    def _plans_of(self, documents: Documents, choice: RowAlgorithm) -> Plans:
-        """Return the plans of a row, from the cache if they are there."""
-        topology = self._topology_and_rank[0]
-        return {
-            attention: self._plans.get(documents, topology, attention, choice.algorithm, choice.options)
+        plans = {
+            attention: self._plans.get(row.documents, topology, attention, choice.algorithm, choice.options)
             for attention in self._layers
         }
+        return choice, plans
 
     def _make(self, row: PackedRow) -> MicroBatch:
         world, pools = self._world, self._pools
         rank = self._topology_and_rank[1]
-        began, hits = time.perf_counter(), self._plans.hits
+        began = time.perf_counter()
         choice, plans = self._planned(row)
         planning_seconds = time.perf_counter() - began
         options: dict[str, Any] = dict(
@@ -257,7 +247,50 @@ class MicroBatchLoader:
             ),
             state=self._stream.state_dict(),
             planning_seconds=planning_seconds,
-            plans=counts * len(plans),
-            cached_plans=counts * (self._plans.hits - hits),
             algorithm_choice=choice,
         )
+
+
+def make_dispatcher(
+    settings: Settings, attentions: Sequence[AttentionConfig], world: World, corpus: Corpus
+) -> Dispatcher:
+    """Return the dispatcher of `data.balance`.
+
+    Args:
+        settings: settings of the run.
+        attentions: attention of each layer on this tensor-parallel rank.
+        world: this rank among all.
+        corpus: the corpus of the run.
+    """
+    cost = document_cost(settings, attentions)
+    suite, pool = settings.context_parallel_suite, None
+    if world.pool is not None:
+        pool = PoolModel(
+            replica=suite.topology,
+            pool=world.pool,
+            attention=attentions[0],  # layers of different attention cannot share a placement, and are refused
+            layer=mean_layer_cost(settings),
+            layers=len(attentions),
+            options=training_plan_options(settings),
+            stages=world.stages,
+            subpool=None if world.subpools is None else world.subpools.topology,
+        )
+    # Megatron lays expert-parallel groups over consecutive ranks of a pipeline stage, and a replica's part of it is
+    # consecutive ranks. Where experts span replicas, or pools, these wait for each other in every layer and need
+    # equally many micro-batches.
+    has_experts, expert_ranks = settings.model.num_moe_experts is not None, settings.train.expert_model_parallel_size
+    replica_ranks = world.cp_size * world.tp_size
+    pool_ranks = replica_ranks * world.replicas_of_plan(1 if world.subpools is None else world.subpools.count)
+    return Dispatcher(
+        balance=settings.data.balance,
+        replicas=world.replicas,
+        context=settings.data.seq_length,
+        cost=cost,
+        per_micro_batch=cost.per_micro_batch,
+        equal_counts=has_experts and replica_ranks % expert_ranks != 0,
+        equal_pool_counts=has_experts and pool_ranks % expert_ranks != 0,
+        keeps_document_numbers=settings.model.attention_dropout > 0,
+        pool=pool,
+        stages=world.stages,
+        trees=corpus if isinstance(corpus, TrajectoryCorpus) else None,
+    )

@@ -23,8 +23,8 @@ STEPS = 4
 #: The quickstart's model on short rows, in few steps: what differs from it is size.
 SHORT = (
     *("--set", f"train.train_iters={STEPS}", "--set", "train.lr_decay_iters=20", "--set", "train.lr_warmup_iters=2"),
-    *("--set", "data.seq_length=1021", "--set", "train.global_batch_size=2", "--set", "output.progress=none"),
-    *("--set", "train.compare=[]", "--set", "context_parallel_suite.nodes=1", "--set", "output.loss_png=false"),
+    *("--set", "data.seq_length=1021", "--set", "train.global_batch_size=2", "--set", "output.log_interval=0"),
+    *("--set", "train.compare=[]", "--set", "context_parallel_suite.nodes=1"),
     *("--set", f"context_parallel_suite.timeout_seconds={HANG}"),
 )
 

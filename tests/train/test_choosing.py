@@ -13,8 +13,8 @@ from mindspeed_cp.choose.candidates import Candidate
 from mindspeed_cp.config import Settings, SuiteSettings
 from mindspeed_cp.config.candidates import candidate_settings, replace_algorithm
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.report.run.predicted_vs_measured import compare_with_prediction
-from mindspeed_cp.report.run.step_traces import read_traced_steps
+from mindspeed_cp.report.predicted_vs_measured import compare_with_prediction
+from mindspeed_cp.report.step_trace import read_traced_steps
 from mindspeed_cp.train.algorithm_choice import RowChooser, resolve_auto
 from tests.train.fresh_ranks import FreshRanks
 from tests.train.test_training import curve, tiny, train_here, values
@@ -36,11 +36,11 @@ def train_by_turns(settings: str) -> dict[str, Any]:
 
 
 def test_rows_of_many_algorithms_train_as_one_rank_does(fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path) -> None:
-    settings = choosing(corpus, tmp_path, train__train_iters=6, output__trace_interval=1)
+    settings = choosing(corpus, tmp_path, train__train_iters=6, output__trace_steps=[1, 2, 3, 4, 5, 6])
     made = fresh_ranks.run(2, train_by_turns, settings.model_dump_json())[0]["lines"]
     alone = curve(fresh_ranks, tiny(corpus, tmp_path / "one", train__train_iters=6), 1)
     assert values(made) == pytest.approx(values(alone), rel=1e-5)
-    steps, _ = read_traced_steps(tmp_path)
+    steps = read_traced_steps(tmp_path)
     taken = {(name, tuple(options.items())) for step in steps for _, name, options in step.micro_batches(0)}
     assert len({name for name, _ in taken}) >= 3
     words = ["ring", *ALSO]
@@ -51,9 +51,7 @@ def test_rows_of_many_algorithms_train_as_one_rank_does(fresh_ranks: FreshRanks,
     for predicted, step in zip(
         [pair.predicted for pair in compare_with_prediction(tmp_path).pairs], steps, strict=True
     ):
-        assert np.allclose(predicted.sent, step.breakdown.sent) and np.array_equal(
-            predicted.messages, step.breakdown.messages
-        )
+        assert np.allclose(predicted.sent, step.breakdown.sent)
 
 
 def test_every_rank_chooses_alike_by_the_first_rows(corpus: Path, tmp_path: Path) -> None:

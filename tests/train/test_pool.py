@@ -11,7 +11,7 @@ import pytest
 
 from mindspeed_cp import Topology
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.report.run.predicted_vs_measured import compare_with_prediction
+from mindspeed_cp.report.predicted_vs_measured import compare_with_prediction
 from tests.train.fresh_ranks import FreshRanks
 from tests.train.test_beside import MODELS
 from tests.train.test_training import assert_same_curve, curve, tiny, train_here, values
@@ -147,7 +147,7 @@ def test_a_checkpoint_of_replicas_resumes_under_the_pool_and_back(
         settings = tiny(corpus, tmp_path, **more, **changes)
         lines = fresh_ranks.run(4, choosing, settings.model_dump_json(), pools)[0]["lines"]
     assert_same_curve(lines, reference, TOLERANCE)
-    assert [line.get("pooled") for line in lines] == [None, None, 1, 2, None]
+    assert values(lines, "pooled") == [0, 0, 1, 2, 0]
 
 
 def chooses_otherwise(settings: str, odd: int) -> str:
@@ -193,11 +193,10 @@ def test_traces_of_steps_of_both_kinds_have_the_messages_of_their_plans(
     changes = {**COMMON, **POOL, **more, "train__train_iters": 4, "output__trace_steps": [3, 4]}
     fresh_ranks.run(4, choosing, tiny(corpus, tmp_path, **changes).model_dump_json(), IN_TURN)
     pairs = compare_with_prediction(tmp_path).pairs
-    assert [pair.step.is_pooled for pair in pairs] == [True, False]
+    assert [pair.step.metadata["pool"] is not None for pair in pairs] == [True, False]
     for pair in pairs:
-        assert (pair.predicted.sent == pair.measured.sent).all()
-        assert (pair.predicted.messages == pair.measured.messages).all()
-        assert (pair.measured.sent.sum() > 0) == (pair.step.topology.ranks > 1)
+        assert (pair.predicted.sent == pair.step.breakdown.sent).all()
+        assert (pair.step.breakdown.sent.sum() > 0) == (pair.step.topology.ranks > 1)
         assert np.ptp(pair.predicted.seconds) == pytest.approx(0, abs=1e-12)
 
 
@@ -209,9 +208,8 @@ def test_traces_of_a_step_on_two_pools_have_the_messages_of_both(
     settings = tiny(corpus, tmp_path, **COMMON, **TWO_POOLS, **moves, output__trace_steps=[3])
     fresh_ranks.run(4, choosing, settings.model_dump_json(), SEVERAL)
     (pair,) = compare_with_prediction(tmp_path).pairs
-    assert pair.step.is_pooled and pair.step.groups == 2 and pair.step.topology == Topology(1, 2)
-    assert (pair.predicted.sent == pair.measured.sent).all() and pair.measured.sent.sum() > 0
-    assert (pair.predicted.messages == pair.measured.messages).all()
+    assert pair.step.metadata["pool"] and pair.step.groups == 2 and pair.step.topology == Topology(1, 2)
+    assert (pair.predicted.sent == pair.step.breakdown.sent).all() and pair.step.breakdown.sent.sum() > 0
 
 
 @pytest.mark.thorough

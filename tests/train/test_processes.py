@@ -80,7 +80,12 @@ def test_a_hangup_is_remembered_unless_nohup_says_otherwise() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-SHOWS = "from mindspeed_cp.train.output import Display as D; d = D('lines', 0, 9, 1); d.note('a'); d.note('b')"
+SHOWS = """
+from mindspeed_cp.train.output import ignore_closed_terminal
+for text in "ab":
+    with ignore_closed_terminal():
+        print(text, flush=True)
+"""
 
 
 @pytest.mark.parametrize(

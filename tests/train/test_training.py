@@ -13,7 +13,7 @@ import yaml
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError, DivergenceError
 from mindspeed_cp.train.checkpoint import read_manifest
-from mindspeed_cp.train.identity import changed_settings, run_complete_note
+from mindspeed_cp.train.identity import changed_settings
 from mindspeed_cp.train.run_files import RunFiles, read_metrics
 from tests.limits import HANG
 from tests.processes import RankError
@@ -27,7 +27,7 @@ def tiny(corpus: Path, folder: Path, **changes: Any) -> Settings:
         "data": {"corpus": str(corpus), "seq_length": 517},
         "train": {"train_iters": 20, "global_batch_size": 2, "lr": 3e-3, "lr_warmup_iters": 3, "min_lr": 1e-4},
         "checkpoint": {"save_interval": 0},
-        "output": {"folder": str(folder), "progress": "none", "loss_png": False},
+        "output": {"folder": str(folder), "log_interval": 0},
         "context_parallel_suite": {"timeout_seconds": float(HANG)},
     }
     for key, value in changes.items():
@@ -192,10 +192,8 @@ def test_a_finished_run_does_nothing_and_keeps_its_settings(
     assert changed == ['context_parallel_suite.algorithm was "ring" and is "direct"']
     [again] = fresh_ranks.run(1, train_here, direct.model_dump_json())
     assert again["lines"] == lines and again["summary"]["step"] == 2
-    assert again["summary"]["tokens_per_s"] > 0 and again["summary"]["imbalance"] >= 1
+    assert again["summary"]["tokens_per_s"] is None, "no step of this start"
     assert files.settings.read_text() == before
-    note = run_complete_note(files, direct)
-    assert "raise train.train_iters and keep its schedule, train.lr_decay_iters = 2;" in note
 
 
 def fails_at_once(settings: str) -> str:
@@ -235,7 +233,7 @@ def test_settings_are_those_of_the_last_start_that_finished_a_step(
 def test_the_summary_names_speed_balance_cuts_and_files(fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path) -> None:
     settings = tiny(
         corpus, tmp_path, train__train_iters=3, train__lr_warmup_iters=0, data__seq_length=256,
-        context_parallel_suite__context_parallel_size=2, output__loss_png=True, checkpoint__save_interval=1,
+        context_parallel_suite__context_parallel_size=2, checkpoint__save_interval=1,
     )  # fmt: skip
     results = fresh_ranks.run(2, train_here, settings.model_dump_json())
     summary, lines = results[0]["summary"], results[0]["lines"]
@@ -246,9 +244,8 @@ def test_the_summary_names_speed_balance_cuts_and_files(fresh_ranks: FreshRanks,
     assert summary["tokens"] == sum(values(lines, "tokens"))
     assert summary["tokens_per_s"] == pytest.approx(summary["tokens"] / sum(values(lines, "seconds")))
     assert summary["imbalance"] >= 1
-    for key in ("metrics", "loss_png", "checkpoint"):
+    for key in ("metrics", "checkpoint"):
         assert Path(summary[key]).exists()
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
 def nan_on_one_rank(settings: str) -> str:
@@ -352,10 +349,8 @@ def test_a_comparison_of_algorithms_leaves_the_training_as_it_is(
     assert [row["algorithm"] for row in rows] == ["ring", "ulysses", "direct"] and sum(comparison["documents"]) > 0
     assert max(row["loss"] for row in rows) - min(row["loss"] for row in rows) < 1e-4
     assert all(row["sent_bytes"] > 0 and row["imbalance"] >= 1 for row in rows)
-    written = tmp_path / "compared" / "comparison.json"
-    before = written.stat().st_mtime_ns
     longer = settings.model_copy(
         update={"train": settings.train.model_copy(update={"train_iters": 4, "lr_decay_iters": 3})}
     )
     again = fresh_ranks.run(2, train_here, longer.model_dump_json())
-    assert again[0]["summary"]["comparison"] == comparison and written.stat().st_mtime_ns == before
+    assert again[0]["summary"]["comparison"] is None, "a run that goes on does not compare again"
