@@ -21,7 +21,7 @@ LONG = (
     "faults/test_processes.py",
     "faults/test_checkpoints.py",
     "train/test_training.py",
-    "train/test_beside.py",
+    "train/test_splits.py",
     "train/test_pool.py",
     "train/test_balance.py",
     "integrations/huggingface/test_finetune.py",

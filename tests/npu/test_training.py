@@ -142,7 +142,7 @@ def test_a_run_goes_on_with_and_without_fused_operators(
     assert_same(lines, on_the_cpu)
 
 
-@pytest.mark.thorough  # tests/npu/test_table.py has hierarchical plans, tests/train/test_beside.py such a training
+@pytest.mark.thorough  # tests/npu/test_table.py has hierarchical plans, tests/train/test_splits.py such a training
 @pytest.mark.parametrize("remap", ["qkv", "hidden"])
 def test_hierarchical_on_two_supposed_nodes_with_replicas_balanced_by_time(
     remap: str, corpus: Path, tmp_path: Path, on_the_cpu: list[dict[str, Any]]

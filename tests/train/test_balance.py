@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from mindspeed_cp import Documents
 from mindspeed_cp.errors import ConfigError
 from tests.limits import HANG
 from tests.train.fresh_ranks import FreshRanks
-from tests.train.test_beside import MODELS
+from tests.train.test_splits import MODELS
 from tests.train.test_training import assert_same_curve, curve, tiny, train_here, values
 
 CP2: dict[str, Any] = dict(context_parallel_suite__context_parallel_size=2)
@@ -77,27 +76,14 @@ def test_replicas_with_other_numbers_of_micro_batches_give_the_same_losses(
     assert (on >= 1).all() and (on <= before).all() and on.mean() < 1.05 < before.mean()
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.thorough), 2])
-@pytest.mark.thorough
-def test_one_replica_balances_its_micro_batches_and_gives_the_same_losses(
-    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, reference: list[dict[str, Any]], ranks: int
-) -> None:
-    settings = tiny(corpus, tmp_path, **COMMON, **TIME, context_parallel_suite__context_parallel_size=ranks)
-    assert_same_curve(curve(fresh_ranks, settings, ranks), reference)
-
-
-@pytest.mark.parametrize(
-    "more",
-    [pytest.param({}, id="4 replicas"), pytest.param(CP2, id="2 replicas of 2 ranks")],
-)
-@pytest.mark.thorough  # tests/data keeps the numbers of documents, tests/train/test_training.py drops by them
+@pytest.mark.thorough  # tests/data keeps the numbers of documents
 def test_what_dropout_drops_does_not_depend_on_the_number_of_replicas(
-    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, more: dict[str, Any]
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
 ) -> None:
     """With windows, biases and dropout; documents keep the numbers that they have in the global batch."""
     changes = {**COMMON, **MODELS["biased"], **TIME, "train__train_iters": 3}
     alone = fresh_ranks.run(1, by_square, tiny(corpus, tmp_path / "one", **changes).model_dump_json())[0]["lines"]
-    settings = tiny(corpus, tmp_path / "replicas", **changes, **more)
+    settings = tiny(corpus, tmp_path / "replicas", **changes, **CP2)
     assert_same_curve(fresh_ranks.run(4, by_square, settings.model_dump_json())[0]["lines"], alone)
 
 
@@ -119,28 +105,6 @@ def test_replicas_that_share_experts_have_equally_many_micro_batches(
 def test_a_loss_of_whole_rows_is_refused(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^data\.balance = \"time\": repacks rows .* model\.moe_aux_loss_coeff: 0$"):
         tiny(corpus, tmp_path, **MODELS["experts"], **TIME)
-
-
-@pytest.mark.thorough  # tests/train/test_training.py resumes with another number of ranks by default
-def test_a_resumed_run_goes_on_exactly_and_with_another_number_of_replicas(
-    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, reference: list[dict[str, Any]]
-) -> None:
-    whole = fresh_ranks.run(2, by_square, tiny(corpus, tmp_path / "whole", **COMMON, **TIME).model_dump_json())[0][
-        "lines"
-    ]
-    assert_same_curve(whole, reference)
-    first = tiny(corpus, tmp_path / "same", **{**COMMON, "train__train_iters": 3}, **TIME)
-    fresh_ranks.run(2, by_square, first.model_dump_json())
-    for name in ("others", "switched"):
-        shutil.copytree(tmp_path / "same", tmp_path / name)
-    for name, ranks in (("same", 2), ("others", 4)):
-        second = tiny(corpus, tmp_path / name, **COMMON, **TIME)
-        lines = fresh_ranks.run(ranks, by_square, second.model_dump_json())[0]["lines"]
-        if name == "same":
-            assert compared(lines) == compared(whole)
-        else:
-            assert_same_curve(lines, reference)
-    assert_same_curve(curve(fresh_ranks, tiny(corpus, tmp_path / "switched", **COMMON), 1), reference)
 
 
 # planning ahead

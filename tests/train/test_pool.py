@@ -13,7 +13,7 @@ from mindspeed_cp import Topology
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.report.predicted_vs_measured import compare_with_prediction
 from tests.train.fresh_ranks import FreshRanks
-from tests.train.test_beside import MODELS
+from tests.train.test_splits import MODELS
 from tests.train.test_training import assert_same_curve, curve, tiny, train_here, values
 
 CP2: dict[str, Any] = dict(context_parallel_suite__context_parallel_size=2)
@@ -47,7 +47,7 @@ def pool_curve(fresh_ranks: FreshRanks, settings: Any, ranks: int, pools: list[i
     lines: list[dict[str, Any]] = outcome["lines"]
     expected = [pools[index % len(pools)] for index in range(len(lines))]
     taken = sum(line["pooled"] > 0 for line in lines)
-    assert (outcome["summary"]["pooled_steps"], outcome["summary"]["pool_choices"]) == (taken, len(lines))
+    assert outcome["summary"]["pool"] == [taken, len(lines)]
     assert ranks == 1 or values(lines, "pooled") == expected
     return lines
 
@@ -63,7 +63,6 @@ def reference(fresh_ranks: FreshRanks, corpus: Path, tmp_path_factory: pytest.Te
     [
         pytest.param(ALL_WAYS, {"data__pool_ranks": 2}, id="2 pools, 1 and none in turn, 4 replicas of one rank"),
         pytest.param(IN_TURN, CP2, id="in turn, 2 replicas of 2 ranks"),
-        pytest.param(ALWAYS, CP2, id="always, 2 replicas of 2 ranks", marks=pytest.mark.thorough),
         pytest.param(
             ALWAYS, {"train__use_distributed_optimizer": True}, id="always, 4 replicas of one rank",
             marks=pytest.mark.thorough,
@@ -216,7 +215,6 @@ def test_traces_of_a_step_on_two_pools_have_the_messages_of_both(
 @pytest.mark.parametrize(
     "more",
     [
-        pytest.param({**CP2, "data__pool_ranks": 4}, id="2 pools of 2 replicas of 2 ranks"),
         pytest.param({"train__pipeline_model_parallel_size": 2, "data__pool_ranks": 2}, id="2 stages"),
         pytest.param(
             {
