@@ -13,7 +13,6 @@ import torch
 
 from mindspeed_cp.algorithms import AUTO, build_plan
 from mindspeed_cp.comm import warm_up
-from mindspeed_cp.config.candidates import candidate_settings
 from mindspeed_cp.config.derived import training_corpus, training_plan_options
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.data import PackedStream, TrajectoryCorpus, check_learnable, corpus_digests, open_stream
@@ -153,33 +152,19 @@ def _canary_of_step(settings: Settings, step: int) -> AttentionCanary | None:
 
 
 def _warm_up_connections(settings: Settings, world: World, training: TrainingModel) -> None:
-    """Let devices connect before the first step.
-
-    The connections are those of a row that is one document and, where a window skips ranks, of shorter documents, which
-    reach over more ranks. Connections that only other rows need are made when these come.
-    """
+    """Let devices connect before the first step, as for rows of one document; connections that only other rows need are
+    made when these come."""
     if world.device.type == "cpu":
         return
-    if world.pool is not None and world.pool.ranks > 1:
-        algorithm, options = settings.context_parallel_suite.algorithm, training_plan_options(settings)
-        # Of several pools; one of all ranks, which few steps are on then, connects when it first comes.
-        pools = 1 if world.subpools is None else world.subpools.count
-        rows = Documents([settings.data.seq_length] * world.replicas_of_plan(pools))
-        plan = build_plan(rows, world.pool_topology(pools), training.attentions[0], algorithm, **options)
-        warm_up(plan, world.plan_group(pools), world.device)
-    if world.cp_size == 1:
-        return
-    suite = settings.context_parallel_suite
-    for attention in dict.fromkeys(training.attentions):
-        for variant in candidate_settings(settings):
-            length = settings.data.seq_length
-            while True:
-                row, algorithm = Documents([length]), variant.context_parallel_suite.algorithm
-                plan = build_plan(row, suite.topology, attention, algorithm, **training_plan_options(variant))
-                warm_up(plan, world.cp_group, world.device)
-                length //= 2
-                if attention.window is None or length < 2 * world.cp_size:
-                    break
+    algorithm, options = settings.context_parallel_suite.algorithm, training_plan_options(settings)
+    # Of several pools; one of all ranks, which few steps are on then, connects when it first comes.
+    pools = 1 if world.subpools is None else world.subpools.count
+    for number in (0,) if world.pool is None else (pools, 0):
+        topology = world.pool_topology(number) if number else settings.context_parallel_suite.topology
+        if topology.ranks > 1:
+            rows = Documents([settings.data.seq_length] * world.replicas_of_plan(number))
+            plan = build_plan(rows, topology, training.attentions[0], algorithm, **options)
+            warm_up(plan, world.plan_group(number), world.device)
 
 
 @contextmanager

@@ -95,7 +95,7 @@ def test_durations_are_those_of_the_timeline(algorithm: str, tmp_path: Path) -> 
     assert got == both["bytes"].sum()
 
 
-def test_bars_say_what_they_are_of() -> None:
+def test_kernel_events_have_tiles_pairs_and_documents() -> None:
     timeline = timeline_of("ring")
     events = timeline_recording(timeline, "ring").events
     kernels = [event for event in events if event.category == "attention" and event.name.endswith("forward")]

@@ -177,7 +177,7 @@ def test_shades_are_work() -> None:
             assert colour == pytest.approx(1 - share * np.array([0.9, 0.7, 0.45]))
 
 
-def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "folder.png").mkdir()
     for name, says in (
         ("missing/map.png", "there is no folder .*missing; create it"),

@@ -77,7 +77,7 @@ def test_replicas_with_other_numbers_of_micro_batches_give_the_same_losses(
 
 
 @pytest.mark.thorough  # tests/data keeps the numbers of documents
-def test_what_dropout_drops_does_not_depend_on_the_number_of_replicas(
+def test_dropped_weights_do_not_depend_on_replicas(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
 ) -> None:
     """With windows, biases and dropout; documents keep the numbers that they have in the global batch."""
@@ -174,32 +174,6 @@ def forgetful(settings: str) -> dict[str, Any]:
     return train_here(settings)
 
 
-def test_few_plans_are_kept_and_the_one_not_asked_for_longest_goes() -> None:
-    from mindspeed_cp.algorithms.plan_cache import PlanCache
-    from mindspeed_cp.plan import AttentionConfig, Topology
-
-    ready: list[int] = []
-    cache = PlanCache(lambda plan: ready.append(plan.documents.tokens), max_plans=3, max_tokens=100)
-    attention, topology = AttentionConfig(2, head_dim=8), Topology(1, 2)
-
-    def get(*lengths: int, algorithm: str = "ring", **options: Any) -> Any:
-        return cache.get(Documents(lengths), topology, attention, algorithm, options)
-
-    first = get(20)
-    assert get(20) is first and ready == [20] and (cache.misses, cache.hits) == (1, 1)
-    assert get(20, algorithm="direct") is not first and get(20, layout="contiguous") is not first
-    assert cache.get(Documents([20]), topology, AttentionConfig(4, head_dim=8), "ring", {}) is not first
-    assert len(cache) == 3 and get(20) is not first, "a fourth was asked for since"
-    assert get(20, layout="contiguous") and cache.hits == 2
-    get(50), get(49)
-    assert len(cache) == 2 and cache.tokens == 99, "100 tokens in all"
-    get(10_000)
-    assert len(cache) == 1, "one is kept, however long"
-    with pytest.raises(ConfigError):
-        get(10, algorithm="none")
-    assert len(cache) == 1
-
-
 def _folder(settings: Any, name: str) -> Any:
     return settings.output.model_copy(update={"folder": str(Path(settings.output.folder).parent / name)})
 
@@ -226,7 +200,7 @@ def deals_otherwise(settings: str, odd: int) -> str:
 
 
 @pytest.mark.parametrize("verify", [False, True])
-def test_replicas_that_deal_otherwise_are_told(
+def test_replica_that_assigns_documents_differently_is_named(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, verify: bool
 ) -> None:
     """Also where only the numbers of their micro-batches tell, and before the step with verify_plans."""

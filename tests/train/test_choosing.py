@@ -54,7 +54,7 @@ def test_rows_of_many_algorithms_train_as_one_rank_does(fresh_ranks: FreshRanks,
         assert np.allclose(predicted.sent, step.breakdown.sent)
 
 
-def test_every_rank_chooses_alike_by_the_first_rows(corpus: Path, tmp_path: Path) -> None:
+def test_all_ranks_choose_the_same_algorithm(corpus: Path, tmp_path: Path) -> None:
     settings = choosing(corpus, tmp_path, context_parallel_suite__context_parallel_size=4)
     chooser, other = RowChooser(settings), RowChooser(settings)
     assert [choice.algorithm for choice in chooser.choices] == ["ring", "ulysses", "direct", "hierarchical"]
@@ -68,7 +68,7 @@ def test_every_rank_chooses_alike_by_the_first_rows(corpus: Path, tmp_path: Path
     assert alone(Documents([517])) == ("ring", {}, "ring") and len(alone.choices) == 1
 
 
-def test_auto_leaves_rows_a_few_to_choose_from(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_gives_rows_a_few_candidates(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "mindspeed_cp.choose.batch_chooser.SHORTLIST_WITHIN", 100.0
     )  # rows so short are all launches and latencies
@@ -85,7 +85,7 @@ def test_auto_leaves_rows_a_few_to_choose_from(corpus: Path, tmp_path: Path, mon
     assert Settings(**chosen.model_dump(exclude_unset=True)) == chosen
 
 
-def test_lanes_are_for_rings_alone(corpus: Path, tmp_path: Path) -> None:
+def test_directional_groups_are_for_rings_alone(corpus: Path, tmp_path: Path) -> None:
     rings = choosing(corpus, tmp_path, context_parallel_suite__candidates=["double_ring:cp_window_size=2"])
     assert rings.context_parallel_suite.uses_directional_groups
     mixed = choosing(corpus, tmp_path)
@@ -93,7 +93,7 @@ def test_lanes_are_for_rings_alone(corpus: Path, tmp_path: Path) -> None:
     assert not any(candidate.context_parallel_suite.uses_directional_groups for candidate in candidate_settings(mixed))
 
 
-def test_what_auto_takes_has_lanes_if_it_is_a_ring(corpus: Path, tmp_path: Path) -> None:
+def test_ring_chosen_by_auto_has_directional_groups(corpus: Path, tmp_path: Path) -> None:
     settings = tiny(corpus, tmp_path, context_parallel_suite__algorithm="auto")
     ring = replace_algorithm(settings, Candidate("ring"))
     assert ring.context_parallel_suite.p2p_groups == "auto" and ring.context_parallel_suite.uses_directional_groups
@@ -102,7 +102,7 @@ def test_what_auto_takes_has_lanes_if_it_is_a_ring(corpus: Path, tmp_path: Path)
     ).context_parallel_suite.uses_directional_groups
 
 
-def test_a_section_alone_checks_what_rows_choose_from() -> None:
+def test_suite_section_checks_candidates() -> None:
     with pytest.raises(
         ConfigError, match="candidates = \"bogus\": cannot be used: algorithm is 'bogus': unknown algorithm"
     ):
@@ -132,7 +132,7 @@ def test_a_section_alone_checks_what_rows_choose_from() -> None:
         ),
     ],
 )
-def test_what_rows_cannot_choose_is_refused(corpus: Path, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+def test_candidates_that_cannot_be_used_are_refused(corpus: Path, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
     given = {f"context_parallel_suite__{key}": value for key, value in changes.items()}
     with pytest.raises(ConfigError, match="context_parallel_suite") as caught:
         tiny(corpus, tmp_path, context_parallel_suite__context_parallel_size=2, **given)

@@ -129,7 +129,7 @@ def test_experts_over_all_replicas(
 
 
 @pytest.mark.thorough  # the numbers of documents are those of balance: time
-def test_what_dropout_drops_does_not_depend_on_the_pool(fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path) -> None:
+def test_dropped_weights_do_not_depend_on_the_pool(fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path) -> None:
     changes = {**COMMON, "model__attention_dropout": 0.1, "train__train_iters": 3}
     alone = curve(fresh_ranks, tiny(corpus, tmp_path / "one", **changes, data__balance="time"), 1)
     settings = tiny(corpus, tmp_path / "pool", **changes, **TWO_POOLS)
@@ -162,7 +162,7 @@ def chooses_otherwise(settings: str, odd: int) -> str:
     return str(caught.value)
 
 
-def test_ranks_that_choose_otherwise_are_told_before_they_wait_for_each_other(
+def test_rank_that_chooses_other_pools_is_named_before_ranks_wait(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
 ) -> None:
     settings = tiny(corpus, tmp_path, **COMMON, **POOL, **CP2)

@@ -146,7 +146,7 @@ def test_messages_are_those_of_the_plans(steps: list[MeasuredStep]) -> None:
         assert sorted(sides[0]) == sorted(sides[1])  # what one sends the other gets
 
 
-def test_a_step_says_what_it_was_made_of(traced: Path, steps: list[MeasuredStep]) -> None:
+def test_trace_has_documents_layers_and_settings(traced: Path, steps: list[MeasuredStep]) -> None:
     lines = [json.loads(line) for line in (traced / "metrics.jsonl").read_text().splitlines()]
     for step in steps:
         line = lines[step.number - 1]
@@ -156,7 +156,7 @@ def test_a_step_says_what_it_was_made_of(traced: Path, steps: list[MeasuredStep]
         assert line["seconds"] <= step.breakdown.seconds[0]
 
 
-def test_the_report_shows_the_sums_of_the_traces(traced: Path, steps: list[MeasuredStep]) -> None:
+def test_report_shows_sums_over_events(traced: Path, steps: list[MeasuredStep]) -> None:
     told = predicted_vs_measured_dict(compare_with_prediction(traced))
     assert told["predicted_is"] == "modelled" and told["cluster"] == "a2"
     for step, said in zip(steps, told["steps"], strict=True):
