@@ -77,9 +77,7 @@ def test_replicas_with_other_numbers_of_micro_batches_give_the_same_losses(
 
 
 @pytest.mark.thorough  # tests/data keeps the numbers of documents
-def test_dropped_weights_do_not_depend_on_replicas(
-    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
-) -> None:
+def test_dropped_weights_do_not_depend_on_replicas(fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path) -> None:
     """With windows, biases and dropout; documents keep the numbers that they have in the global batch."""
     changes = {**COMMON, **MODELS["biased"], **TIME, "train__train_iters": 3}
     alone = fresh_ranks.run(1, by_square, tiny(corpus, tmp_path / "one", **changes).model_dump_json())[0]["lines"]

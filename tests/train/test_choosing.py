@@ -132,7 +132,9 @@ def test_suite_section_checks_candidates() -> None:
         ),
     ],
 )
-def test_candidates_that_cannot_be_used_are_refused(corpus: Path, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+def test_candidates_that_cannot_be_used_are_refused(
+    corpus: Path, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
     given = {f"context_parallel_suite__{key}": value for key, value in changes.items()}
     with pytest.raises(ConfigError, match="context_parallel_suite") as caught:
         tiny(corpus, tmp_path, context_parallel_suite__context_parallel_size=2, **given)
