@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from mindspeed_cp import Topology
@@ -128,14 +127,6 @@ def test_experts_over_all_replicas(
     assert_same_curve(pool_curve(fresh_ranks, settings, 4, pools), alone, TOLERANCE)
 
 
-@pytest.mark.thorough  # the numbers of documents are those of balance: time
-def test_dropped_weights_do_not_depend_on_the_pool(fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path) -> None:
-    changes = {**COMMON, "model__attention_dropout": 0.1, "train__train_iters": 3}
-    alone = curve(fresh_ranks, tiny(corpus, tmp_path / "one", **changes, data__balance="time"), 1)
-    settings = tiny(corpus, tmp_path / "pool", **changes, **TWO_POOLS)
-    assert_same_curve(pool_curve(fresh_ranks, settings, 4, ALL_WAYS), alone, TOLERANCE)
-
-
 @pytest.mark.thorough
 def test_a_checkpoint_of_replicas_resumes_under_the_pool_and_back(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, reference: list[dict[str, Any]]
@@ -168,35 +159,6 @@ def test_rank_that_chooses_other_pools_is_named_before_ranks_wait(
     settings = tiny(corpus, tmp_path, **COMMON, **POOL, **CP2)
     for text in fresh_ranks.run(4, chooses_otherwise, settings.model_dump_json(), 2):
         assert text.startswith("step 1: rank 2 has assigned documents to replicas differently")
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        pytest.param(CP2, id="2 replicas of 2 ranks"),
-        pytest.param(
-            {
-                "train__tensor_model_parallel_size": 2,
-                "train__sequence_parallel": True,
-                "context_parallel_suite__remap": "hidden",
-            },
-            id="sequence parallel, hidden states move",
-            marks=pytest.mark.thorough,
-        ),
-    ],
-)
-@pytest.mark.thorough
-def test_traces_of_steps_of_both_kinds_have_the_messages_of_their_plans(
-    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, more: dict[str, Any]
-) -> None:
-    changes = {**COMMON, **POOL, **more, "train__train_iters": 4, "output__trace_steps": [3, 4]}
-    fresh_ranks.run(4, choosing, tiny(corpus, tmp_path, **changes).model_dump_json(), IN_TURN)
-    pairs = compare_with_prediction(tmp_path).pairs
-    assert [pair.step.metadata["pool"] is not None for pair in pairs] == [True, False]
-    for pair in pairs:
-        assert (pair.predicted.sent == pair.step.breakdown.sent).all()
-        assert (pair.step.breakdown.sent.sum() > 0) == (pair.step.topology.ranks > 1)
-        assert np.ptp(pair.predicted.seconds) == pytest.approx(0, abs=1e-12)
 
 
 @pytest.mark.thorough
@@ -232,28 +194,3 @@ def test_two_pools_of_eight_ranks(
 ) -> None:
     settings = tiny(corpus, tmp_path, **COMMON, **POOL, **more)
     assert_same_curve(pool_curve(fresh_ranks, settings, 8, ALL_WAYS), reference, TOLERANCE)
-
-
-@pytest.mark.thorough
-def test_no_rank_holds_more_tokens_than_one_and_a_half_shares(
-    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
-) -> None:
-    settings = tiny(corpus, tmp_path, **COMMON, **POOL, **CP2)
-    held = np.array(fresh_ranks.run(4, tokens_of_ranks, settings.model_dump_json()))
-    assert 0.5 * 517 / 2 < held.max() <= np.ceil(1.5 * 517 / 2)
-
-
-def tokens_of_ranks(settings: str) -> int:
-    """In a rank: train; the most tokens of a micro-batch that it held."""
-    from mindspeed_cp.train import step
-
-    forward, held = step._forward, [0]
-
-    def counted(batches: Any, model: Any) -> Any:
-        result = forward(batches, model)
-        held.append(int(result[0].numel()))
-        return result
-
-    step._forward = counted
-    choosing(settings, ALWAYS)
-    return max(held)

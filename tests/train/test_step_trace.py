@@ -188,18 +188,6 @@ def test_report_shows_sums_over_events(traced: Path, steps: list[MeasuredStep]) 
             },
             id="hidden-states, recompute-full",
         ),
-        pytest.param(  # two replicas
-            4,
-            {"context_parallel_suite__algorithm": "direct", "model__recompute_granularity": "full"},
-            id="recompute-full",
-            marks=pytest.mark.thorough,
-        ),
-        pytest.param(
-            2,
-            {"context_parallel_suite__algorithm": "ulysses", "model__recompute_granularity": "selective"},
-            id="recompute-selective",
-            marks=pytest.mark.thorough,
-        ),
     ],
 )
 def test_planned_and_measured_messages_agree_however_the_work_is_split(

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from mindspeed_cp.config.settings import Settings
-from mindspeed_cp.errors import ConfigError, DivergenceError
+from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.train.checkpoint import read_manifest
 from mindspeed_cp.train.identity import changed_settings
 from mindspeed_cp.train.run_files import RunFiles, read_metrics
@@ -135,40 +135,6 @@ def test_a_finished_run_does_nothing_and_keeps_its_settings(
     assert files.settings.read_text() == before
 
 
-def fails_at_once(settings: str) -> str:
-    """In a rank: the first step of this start has a loss that is no number."""
-    from mindspeed_cp.train.micro_batch_loader import MicroBatch, MicroBatchLoader
-
-    made = MicroBatchLoader._make
-
-    def poisoned(self: MicroBatchLoader, row: Any) -> MicroBatch:
-        micro = made(self, row)
-        micro.batch["loss_mask"][0, 0] = float("nan")
-        return micro
-
-    MicroBatchLoader._make = poisoned  # type: ignore[method-assign]
-    with pytest.raises(DivergenceError) as caught:
-        train_here(settings)
-    return str(caught.value)
-
-
-@pytest.mark.thorough
-def test_settings_are_those_of_the_last_start_that_finished_a_step(
-    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
-) -> None:
-    common: dict[str, Any] = {"train__lr_warmup_iters": 0, "train__lr_decay_iters": 9}
-    ring = tiny(corpus, tmp_path, train__train_iters=1, **common)
-    direct = tiny(corpus, tmp_path, train__train_iters=2, **common, context_parallel_suite__algorithm="direct")
-    files = RunFiles(Path(ring.output.folder))
-    fresh_ranks.run(1, fails_at_once, ring.model_dump_json())
-    assert not files.settings.exists(), "nothing was done"
-    curve(fresh_ranks, ring, 1)
-    fresh_ranks.run(1, fails_at_once, direct.model_dump_json())
-    assert Settings(**yaml.safe_load(files.settings.read_text())) == ring
-    curve(fresh_ranks, direct, 1)
-    assert Settings(**yaml.safe_load(files.settings.read_text())) == direct
-
-
 def test_the_summary_names_speed_balance_cuts_and_files(fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path) -> None:
     settings = tiny(
         corpus, tmp_path, train__train_iters=3, train__lr_warmup_iters=0, data__seq_length=256,
@@ -185,68 +151,6 @@ def test_the_summary_names_speed_balance_cuts_and_files(fresh_ranks: FreshRanks,
     assert summary["imbalance"] >= 1
     for key in ("metrics", "checkpoint"):
         assert Path(summary[key]).exists()
-
-
-def nan_on_one_rank(settings: str) -> str:
-    """In a rank: the third micro-batch of rank 1 has a loss that is no number."""
-    from mindspeed_cp.train.micro_batch_loader import MicroBatch, MicroBatchLoader
-
-    made = MicroBatchLoader._make
-
-    def poisoned(self: MicroBatchLoader, row: Any) -> MicroBatch:
-        micro = made(self, row)
-        if row.index == 5 and self._world.rank == 1:
-            micro.batch["loss_mask"][0, 0] = float("nan")
-        return micro
-
-    MicroBatchLoader._make = poisoned  # type: ignore[method-assign]
-    with pytest.raises(DivergenceError) as caught:
-        train_here(settings)
-    return str(caught.value)
-
-
-def test_a_loss_that_is_no_number_stops_all_ranks_and_names_one(
-    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
-) -> None:
-    settings = tiny(corpus, tmp_path, checkpoint__save_interval=1, context_parallel_suite__context_parallel_size=2)
-    errors = fresh_ranks.run(2, nan_on_one_rank, settings.model_dump_json())
-    for line in errors:
-        assert line.startswith("step 3: the loss is NaN on rank 1 of 2") and "\n" not in line
-    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
-    assert (tmp_path / "checkpoints" / "latest").read_text() == "iter_0000002\n"
-    assert not list((tmp_path / "checkpoints").glob(".saving*"))
-
-
-def dies_while_saving(settings: str) -> str:
-    """In a rank: the second checkpoint fails half-way."""
-    from mindspeed_cp.train import checkpoint
-
-    digests = checkpoint._durable_digests
-    calls = []
-
-    def failing(*arguments: Any) -> dict[str, str]:
-        calls.append(arguments)
-        if len(calls) == 2:
-            raise OSError(28, "No space left on device")
-        return digests(*arguments)
-
-    checkpoint._durable_digests = failing
-    with pytest.raises(OSError, match="No space left"):
-        train_here(settings)
-    return "failed as it should"
-
-
-def test_a_checkpoint_that_cannot_be_finished_is_never_named(
-    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
-) -> None:
-    common = {"train__lr_decay_iters": 20, "checkpoint__save_interval": 1}
-    settings = tiny(corpus, tmp_path, train__train_iters=3, **common)
-    fresh_ranks.run(1, dies_while_saving, settings.model_dump_json())
-    checkpoints = tmp_path / "checkpoints"
-    assert (checkpoints / "latest").read_text() == "iter_0000001\n"
-    assert sorted(path.name for path in checkpoints.glob("iter*")) == ["iter_0000001"]
-    assert len(curve(fresh_ranks, settings, 1)) == 3, "the run goes on from the checkpoint before"
-    assert not list(checkpoints.glob(".saving*"))
 
 
 def watched(settings: str) -> tuple[list[dict[str, Any]], list[bool]]:
