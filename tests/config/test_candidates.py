@@ -65,3 +65,6 @@ def test_suite_section_checks_candidates() -> None:
     ],
 )
 def test_candidates_that_cannot_be_used_are_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match="context_parallel_suite") as caught:
+        suite(**changes)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
