@@ -19,8 +19,8 @@ from mindspeed_cp.algorithms import build_plan
 from mindspeed_cp.cluster import Cluster, ComputeCost, LayerCost, cluster_names, load_cluster
 from mindspeed_cp.cluster.cluster import DEFAULT_CLUSTER
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.layout import Documents, Redistribution, sequence_parallel_layout
-from mindspeed_cp.plan import AttentionConfig, Plan, traffic
+from mindspeed_cp.layout import Redistribution, sequence_parallel_layout
+from mindspeed_cp.plan import Plan, traffic
 from mindspeed_cp.report.step_trace import MeasuredStep, TimeBreakdown, read_traced_steps
 from mindspeed_cp.report.text import Table, format_bytes
 from mindspeed_cp.report.trace_events import timeline_recording, write_trace
@@ -228,20 +228,8 @@ def write_comparison_trace(result: PredictedVsMeasured, path: str | Path) -> Pat
     return write_trace(path, [modelled], above=step.events)
 
 
-@dataclass(frozen=True, eq=False)
-class _ModelledLayer:
-    """One layer, modelled: seconds and bytes of each rank of a replica, or of a pool, fp64 [cp * tp], tensor-parallel
-    ranks beside each other; and seconds of all of it."""
-
-    attention: np.ndarray
-    exposed: np.ndarray
-    linear: np.ndarray
-    sent: np.ndarray
-    seconds: float
-
-
 def predict_step(step: MeasuredStep, cluster: Cluster) -> TimeBreakdown:
-    """Return the modelled breakdown of a step.
+    """Return the modelled breakdown of a step; equal layers are simulated once.
 
     Args:
         step: documents, layers and settings.
@@ -250,93 +238,69 @@ def predict_step(step: MeasuredStep, cluster: Cluster) -> TimeBreakdown:
     Raises:
         ConfigError: the nodes of the cluster have fewer ranks, or the plans cannot be built.
     """
-    settings, metadata = step.settings, step.metadata
+    metadata, groups, ranks = step.metadata, step.groups, step.ranks
     cluster = cluster.with_ranks(step.topology.ranks_per_node)
     counts = {kind: step.layers.count(kind) for kind in dict.fromkeys(step.layers)}
-    simulator = _LayerSimulator(step, cluster)
-    ranks = metadata["replicas"] * settings.model_parallel_size
-    groups = step.groups
-    sums = np.zeros((4, groups, ranks // groups))
-    done = np.zeros(groups)
+    simulated: dict[tuple[Any, ...], tuple[np.ndarray, float]] = {}
+    sums, done = np.zeros((4, groups, ranks // groups)), np.zeros(groups)
     for group in range(groups):
-        for micro in step.micro_batches(group):
+        for documents, algorithm, options in step.micro_batches(group):
             for (attention, layer), count in counts.items():
-                modelled = simulator.layer(*micro, attention, layer)
-                parts = modelled.attention, modelled.exposed, modelled.linear, modelled.sent
-                sums[:, group] += np.stack(parts) * count
-                done[group] += modelled.seconds * count
-    total = done.max() + cluster.reduction_seconds(
-        metadata["gradient_bytes"], metadata["replicas"] * settings.context_parallel_suite.context_parallel_size
-    )
+                key = documents, algorithm, tuple(options.items()), attention, layer
+                if key not in simulated:
+                    try:
+                        plan = build_plan(documents, step.topology, attention, algorithm, **options)
+                    except ConfigError as error:
+                        message = f"{step.path}: its plans cannot be made: {error}; remove it, and trace again"
+                        raise ConfigError(message) from None
+                    simulated[key] = _simulate_layer(step, cluster, plan, layer)
+                parts, seconds = simulated[key]
+                sums[:, group] += parts * count
+                done[group] += seconds * count
+    replica_ranks = metadata["replicas"] * step.settings.context_parallel_suite.context_parallel_size
+    total = done.max() + cluster.reduction_seconds(metadata["gradient_bytes"], replica_ranks)
     attention_s, exposed, linear, sent = sums.reshape(4, ranks)  # replicas are consecutive ranks
     waiting = total - attention_s - exposed - linear
     return TimeBreakdown(attention_s, exposed, waiting, np.zeros(ranks), linear, sent)
 
 
-class _LayerSimulator:
-    """Simulates layers on a cluster, each different one once.
+def _simulate_layer(step: MeasuredStep, cluster: Cluster, plan: Plan, layer: LayerCost) -> tuple[np.ndarray, float]:
+    """Simulate a layer: forward, backward, and the forwards that the backward computes again.
 
-    Args:
-        step: the step, with its topology and the settings of the run.
-        cluster: cluster with as many ranks a node as the plans.
+    Returns:
+        Seconds of attention, of exposed messages and of linear layers, and bytes sent, fp64 [4, cp * tp], of the ranks
+        of a replica or a pool, tensor-parallel ranks beside each other; and seconds of all of it.
     """
-
-    def __init__(self, step: MeasuredStep, cluster: Cluster) -> None:
-        self._cluster, self._settings, self._path = cluster, step.settings, step.path
-        self._topology = step.topology
-        self._tp = step.settings.train.tensor_model_parallel_size
-        self._shares = self._tp if step.settings.train.sequence_parallel else 1
-        self._layers: dict[tuple[Any, ...], _ModelledLayer] = {}
-
-    def layer(
-        self,
-        documents: Documents,
-        algorithm: str,
-        options: dict[str, Any],
-        attention: AttentionConfig,
-        layer: LayerCost,
-    ) -> _ModelledLayer:
-        """Return one layer: forward, backward, and the forwards that the backward computes again."""
-        key = documents, algorithm, tuple(options.items()), attention, layer
-        if key not in self._layers:
-            try:
-                plan = build_plan(documents, self._topology, attention, algorithm, **options)
-            except ConfigError as error:
-                message = f"{self._path}: its plans cannot be made: {error}; remove it, and trace again"
-                raise ConfigError(message) from None
-            self._layers[key] = self._simulate(plan, layer)
-        return self._layers[key]
-
-    def _simulate(self, plan: Plan, layer: LayerCost) -> _ModelledLayer:
-        bytes_sent = traffic(plan, layer.bytes_per_element)
-        timeline = simulate_plan(plan, self._cluster, layer)
-        forward, is_attention = timeline.steps_forward, timeline.is_attention("forward")
-        posting, posting_backward = (timeline.posting(direction) for direction in ("forward", "backward"))
-        linear = linear_times(plan, ComputeCost(self._cluster, plan.attention, layer), backward=False)
-        granularity = self._settings.model.recompute_granularity
-        recomputes, full = int(granularity is not None), int(granularity == "full")
-        edge = 0 if full else timeline.edge_steps - 1  # without them: attention alone
-        repeated = forward[:, edge : forward.shape[1] - edge]
-        kernels = (forward[:, :, 1] - forward[:, :, 0] - posting)[:, is_attention].sum(1)
-        # Measured posting is a part of what messages expose.
-        posting_repeated = posting[:, edge : forward.shape[1] - edge].sum(1)
-        exposed = (repeated[:, :, 2] - repeated[:, :, 1]).sum(1) + posting_repeated
-        posted = posting.sum(1) + posting_backward.sum(1)
-        seconds = float((repeated[:, -1, 2] - repeated[:, 0, 0]).max()) + full * float(linear.rest.max())
-        fetched_again = bytes_sent["fetch_forward"] + bytes_sent["redistribution_forward"]
-        rows = _hidden_state_rows(plan, self._shares) * (2 + full)  # forward and backward
-        hidden_bytes = self._repeat_over_tp(rows) * layer.hidden_size * layer.bytes_per_element
-        return _ModelledLayer(
-            self._repeat_over_tp(timeline.compute - posted + recomputes * kernels),
-            self._repeat_over_tp(timeline.exposed + posted + recomputes * exposed),
-            self._repeat_over_tp(timeline.linear + full * linear.total),
-            self._repeat_over_tp(bytes_sent["total"] + recomputes * fetched_again) + hidden_bytes,
-            timeline.total + recomputes * seconds,
-        )
-
-    def _repeat_over_tp(self, values: np.ndarray) -> np.ndarray:
-        """Repeat values of context-parallel ranks for their tensor-parallel ranks; return values of those unchanged."""
-        return np.repeat(values, self._tp) if len(values) == self._topology.ranks else values
+    train, granularity = step.settings.train, step.settings.model.recompute_granularity
+    tensor = train.tensor_model_parallel_size
+    shares = tensor if train.sequence_parallel else 1
+    recomputes, full = int(granularity is not None), int(granularity == "full")
+    bytes_sent = traffic(plan, layer.bytes_per_element)
+    timeline = simulate_plan(plan, cluster, layer)
+    forward, is_attention = timeline.steps_forward, timeline.is_attention("forward")
+    posting, posting_backward = (timeline.posting(direction) for direction in ("forward", "backward"))
+    linear = linear_times(plan, ComputeCost(cluster, plan.attention, layer), backward=False)
+    edge = 0 if full else timeline.edge_steps - 1  # without them: attention alone
+    repeated = forward[:, edge : forward.shape[1] - edge]
+    kernels = (forward[:, :, 1] - forward[:, :, 0] - posting)[:, is_attention].sum(1)
+    # Measured posting is a part of what messages expose.
+    posting_repeated = posting[:, edge : forward.shape[1] - edge].sum(1)
+    exposed = (repeated[:, :, 2] - repeated[:, :, 1]).sum(1) + posting_repeated
+    posted = posting.sum(1) + posting_backward.sum(1)
+    seconds = float((repeated[:, -1, 2] - repeated[:, 0, 0]).max()) + full * float(linear.rest.max())
+    fetched_again = bytes_sent["fetch_forward"] + bytes_sent["redistribution_forward"]
+    parts = np.stack(
+        [
+            timeline.compute - posted + recomputes * kernels,
+            timeline.exposed + posted + recomputes * exposed,
+            timeline.linear + full * linear.total,
+            bytes_sent["total"] + recomputes * fetched_again,
+        ]
+    ).repeat(tensor, 1)
+    moves = 2 + full  # forward and backward
+    hidden_bytes = _hidden_state_rows(plan, shares) * moves * layer.hidden_size * layer.bytes_per_element
+    parts[3] += hidden_bytes.repeat(tensor // shares)
+    return parts, timeline.total + recomputes * seconds
 
 
 def _hidden_state_rows(plan: Plan, shares: int) -> np.ndarray:
