@@ -145,7 +145,7 @@ def measure(folder: str, steps: int, layers: int) -> dict[str, Any]:
 
     def twice(training: Any, batches: Any, *given: Any) -> Any:
         first = next(batches)
-        micro_batches = [first, *(next(batches) for _ in range(first.micro_batches - 1))]
+        micro_batches = [first, *(next(batches) for _ in range(len(first.global_batch.rows) - 1))]
         result = None
         for has_mode in (True, False) if len(modes) % 2 else (False, True):
             with function_mode() if has_mode else nullcontext() as mode:

@@ -182,7 +182,7 @@ def training_worker(rank: int, folder: str, ranks: int, steps: int) -> None:
 
     def measured(training: Any, batches: Any, *given: Any) -> Any:
         first = next(batches)
-        micro_batches = [first, *(next(batches) for _ in range(first.micro_batches - 1))]
+        micro_batches = [first, *(next(batches) for _ in range(len(first.global_batch.rows) - 1))]
         plans.append(first.params.plan)
         micro_batches_per_step.append(len(micro_batches))
         for check in CHECKS:

@@ -34,7 +34,7 @@ with megatron_imports():
 
 #: Fields of MicroBatch that a step adds up.
 _SUMMED_FIELDS = ("visible_pairs", "tokens", "documents", "flat_tokens", "planning_seconds")
-_DIGESTS = ("digest", "content_digest", "sample_digest")  # fields of MicroBatch that ranks compare
+_DIGESTS = ("digest", "content_digest", "sample_digest")  # of the global batch, which ranks compare
 #: Columns of the table that ranks gather in a step, one row for each rank.
 _COLUMNS = ("loss", "counted", *_SUMMED_FIELDS, "waiting_seconds", *_DIGESTS, "calls", "stop", "gradient")
 
@@ -265,8 +265,9 @@ class _MicroBatchFeed:
         self.sums, self.waiting_seconds = dict.fromkeys(_SUMMED_FIELDS, 0.0), 0.0
         self.algorithms: Counter[str] = Counter()
         first = self._take()
-        self.micro_batches, self.imbalance, self.pools = first.micro_batches, first.imbalance, first.pools
-        self.digests = [float(getattr(first, name)) for name in _DIGESTS]
+        batch, dispatched = first.global_batch, first.global_batch.dispatched
+        self.micro_batches, self.imbalance, self.pools = len(batch.rows), dispatched.imbalance, dispatched.pools
+        self.digests = list(map(float, (dispatched.digest, batch.content_digest, batch.sample_digest)))
         self.state = first.state
         self._first: MicroBatch | None = first
         self._taken = 0

@@ -174,7 +174,7 @@ class _TracedBatches:
         with timed_span(NEXT_BATCH):
             micro = next(self._batches)
         assert micro.params.plan is not None
-        self.pools = micro.pools
+        self.pools = micro.global_batch.dispatched.pools
         self._recorder.micro_batch = len(self.rows)
         documents, choice = micro.params.plan.documents, micro.algorithm_choice
         parents = None if documents.trees is None else documents.parents.tolist()
