@@ -80,6 +80,13 @@ def test_a_hangup_is_remembered_unless_nohup_says_otherwise() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+def test_death_of_the_launcher_asks_ranks_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    with StopRequest() as stop:
+        assert stop.reason is None
+        monkeypatch.setattr(os, "getppid", lambda: 1)
+        assert stop.reason == "the death of the launcher"
+
+
 SHOWS = """
 from mindspeed_cp.train.output import ignore_closed_terminal
 for text in "ab":
