@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import yaml
 
-from mindspeed_cp.train.run_files import iter_metrics
+from mindspeed_cp.train.run_files import read_metrics
 
 ROOT = Path(__file__).parents[1]
 SETTLED = 300  # steps, after which nothing may grow
@@ -28,8 +28,8 @@ def settings(folder: str, steps: int, ranks: int) -> dict[str, dict[str, object]
         "model": {"num_layers": 1, "hidden_size": 32, "num_attention_heads": 2},
         "data": {"seq_length": 256},
         "train": {"train_iters": steps, "global_batch_size": 1, "lr": 1e-3, "threads_per_rank": 1},
-        "checkpoint": {"save_interval": 150, "async_save": True},
-        "output": {"folder": folder, "progress": "none"},
+        "checkpoint": {"save_interval": 150},
+        "output": {"folder": folder, "log_interval": 0},
         "context_parallel_suite": {"context_parallel_size": ranks},
     }
 
@@ -44,7 +44,7 @@ def soak(folder: Path, steps: int, ranks: int) -> dict[int, list[tuple[int, int,
     try:
         while launcher.poll() is None:
             time.sleep(0.2)
-            step = max((line["step"] for line in iter_metrics(metrics)), default=0) if metrics.exists() else 0
+            step = max((line["step"] for line in read_metrics(metrics)), default=0) if metrics.exists() else 0
             for process in psutil.Process(launcher.pid).children() if 0 < step < steps else ():  # then they end
                 try:
                     rank = int(process.environ()["RANK"])

@@ -36,7 +36,7 @@ def report(
     import json
 
     from mindspeed_cp.report.files import check_output_path
-    from mindspeed_cp.report.run.predicted_vs_measured import (
+    from mindspeed_cp.report.predicted_vs_measured import (
         compare_with_prediction,
         predicted_vs_measured_dict,
         predicted_vs_measured_tables,
@@ -46,7 +46,7 @@ def report(
         check_output_path("--trace", trace, [".json"])
     result = compare_with_prediction(run, cluster, steps or ())
     if trace is not None:
-        from mindspeed_cp.report.run.predicted_vs_measured import write_comparison_trace
+        from mindspeed_cp.report.predicted_vs_measured import write_comparison_trace
 
         write_comparison_trace(result, trace)
     if as_json:

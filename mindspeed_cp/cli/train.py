@@ -54,7 +54,7 @@ def train(
     if resume is not None:
         all_overrides.append(f"checkpoint.resume={'true' if resume else 'false'}")
     if as_json:
-        all_overrides.append("output.progress=none")
+        all_overrides.append("output.log_interval=0")
     settings = load_settings(config or QUICKSTART, all_overrides, _print_note)
     require_megatron_of_train()
     if settings.train.device == "npu":
@@ -62,7 +62,7 @@ def train(
     elif settings.train.device == "cuda":
         load_cuda("train.device = cuda")
     if settings.context_parallel_suite.algorithm == "auto":
-        settings = _resolve_auto(settings, quiet=as_json or settings.output.progress == "none")
+        settings = _resolve_auto(settings, quiet=as_json or settings.output.log_interval == 0)
     from mindspeed_cp.train.launch import run_under_launcher, start_local_ranks
 
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:

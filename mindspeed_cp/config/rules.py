@@ -162,16 +162,12 @@ def _check_pipeline(settings: Sections) -> None:
     if stages == 1:
         return
     _check_experts_of_stages(settings)
-    traces: list[tuple[str, object]] = [("trace_steps", output.trace_steps), ("trace_interval", output.trace_interval)]
-    for key, trace in traces:
-        if trace:
-            rule = (
-                f"is not for {STAGES} = {stages}: a trace tells micro-batches apart by their order, and stages mix "
-                "the forward of some with the backward of others; use "
-                + ("null" if key == "trace_steps" else "0")
-                + ", or one stage"
-            )
-            raise bad_value(f"output.{key}", trace, rule)
+    if output.trace_steps:
+        rule = (
+            f"is not for {STAGES} = {stages}: a trace tells micro-batches apart by their order, and stages mix the "
+            "forward of some with the backward of others; use null, or one stage"
+        )
+        raise bad_value("output.trace_steps", output.trace_steps, rule)
     if virtual > 1 and settings.data.balance != "none":
         rule = (
             f"gives replicas different numbers of micro-batches, and {VIRTUAL_STAGES} = {virtual} needs multiples of "

@@ -125,22 +125,13 @@ class CheckpointSettings(Section):
     resume: bool = Field(
         default=True, description="continue from the newest checkpoint in output.folder; false: fail if there is one"
     )
-    async_save: bool = Field(
-        default=False,
-        description="write checkpoints in the background, from a copy in host memory as large as the rank's shards; "
-        "one is complete some steps later, and a crash before that costs it, never the one before",
-    )
 
 
 class OutputSettings(Section):
-    """Files of the run besides checkpoints: metrics.jsonl, loss.png, settings.yaml, summary.json, traces."""
+    """Files of the run besides checkpoints: metrics.jsonl, settings.yaml, summary.json, traces."""
 
     folder: str = Field(default="runs/default", min_length=1, description="folder of the run")
-    progress: Literal["auto", "bar", "lines", "none"] = Field(
-        default="auto", description="auto: a bar on a terminal, lines elsewhere"
-    )
-    log_interval: PositiveInt = Field(default=10, description="steps between lines, if there is no bar")
-    loss_png: bool = Field(default=True, description="draw loss.png at the end")
+    log_interval: NonNegativeInt = Field(default=10, description="steps between lines; 0: nothing is shown")
     tensorboard: bool = Field(
         default=False,
         description="also write the figures of metrics.jsonl as TensorBoard events into the folder `tensorboard`; "
@@ -148,11 +139,8 @@ class OutputSettings(Section):
     )
     trace_steps: list[int] | None = Field(
         default=None,
-        description="steps that every rank records (compute, messages, waits) as a Perfetto trace in the folder "
+        description="steps that all ranks record (compute, messages, waits) as a Perfetto trace in the folder "
         "`trace`, for mindspeed-cp report; the first step of a run is slower than others; null: none",
-    )
-    trace_interval: NonNegativeInt = Field(
-        default=0, description="also trace every step that is a multiple of this; 0: none"
     )
 
     @model_validator(mode="after")

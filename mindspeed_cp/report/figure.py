@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import colorsys
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,13 +47,6 @@ def write_png(figure: Figure, path: str | Path) -> Path:
     """
     target = check_output_path("--png", path, (".png",))
     return write_atomically("--png", target, lambda new: figure.savefig(new, format="png"))
-
-
-def png_bytes(figure: Figure, dpi: int) -> bytes:
-    """Return a figure as the content of a PNG file."""
-    file = BytesIO()
-    figure.savefig(file, dpi=dpi, format="png")
-    return file.getvalue()
 
 
 def drawn_text(text: str, limit: int = 300) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +21,6 @@ import numpy as np
 from mindspeed_cp.choose.compare import Comparison
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import Plan
-from mindspeed_cp.report.figure import png_bytes
 from mindspeed_cp.report.plan import omitted_note, plan_tables, ranks_in_table, summarize_plan
 from mindspeed_cp.report.simulation import conclusion, simulation_tables
 from mindspeed_cp.report.text import Table, format_bytes, html_of_tables
@@ -34,32 +34,26 @@ if TYPE_CHECKING:
 NOTEBOOK_DPI = 88  # notebooks store every picture: enough for small text, less than in files
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Tables:
     """Tables that a notebook shows."""
 
     html: str
-    name: str
 
     def _repr_html_(self) -> str:
         return self.html
 
-    def __repr__(self) -> str:
-        return f"Tables({self.name})"
 
-
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Picture:
     """A picture that a notebook shows; `figure` is matplotlib's, with `savefig`, and belongs to no pyplot window."""
 
     figure: Figure
-    name: str
 
     def _repr_png_(self) -> bytes:
-        return png_bytes(self.figure, NOTEBOOK_DPI)
-
-    def __repr__(self) -> str:
-        return f"Picture({self.name})"
+        file = BytesIO()
+        self.figure.savefig(file, dpi=NOTEBOOK_DPI, format="png")
+        return file.getvalue()
 
 
 def show(shown: Plan | Timeline | Comparison) -> Tables:
@@ -73,7 +67,7 @@ def show(shown: Plan | Timeline | Comparison) -> Tables:
         tables, sentence = _timeline_tables(shown), ""
     else:
         tables, sentence = simulation_tables(shown), conclusion(shown)
-    return Tables(html_of_tables(tables, sentence), repr(shown))
+    return Tables(html_of_tables(tables, sentence))
 
 
 def draw(drawn: Plan | Timeline | Comparison, ranks: Sequence[int] | None = None) -> Picture:
@@ -88,10 +82,10 @@ def draw(drawn: Plan | Timeline | Comparison, ranks: Sequence[int] | None = None
             a plan or a comparison.
     """
     if isinstance(drawn, Timeline):
-        return Picture(timeline_figure(drawn, ranks), repr(drawn))
+        return Picture(timeline_figure(drawn, ranks))
     if ranks is not None:
         raise ConfigError(f"ranks to draw: is {list(ranks)} for a {type(drawn).__name__}; valid: None")
-    return Picture(tile_map(drawn) if isinstance(drawn, Plan) else comparison_figure(drawn), repr(drawn))
+    return Picture(tile_map(drawn) if isinstance(drawn, Plan) else comparison_figure(drawn))
 
 
 def _timeline_tables(timeline: Timeline) -> list[Table]:

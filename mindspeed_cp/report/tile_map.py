@@ -6,7 +6,7 @@ that of the rank that holds the keys and values (after the redistribution, if th
 scale, so that area is work::
 
                        step 0        step 1     work / mean
-    rank 0  ▬▬         |◣   |        |    |     0.98
+    rank 0             |◣   |        |    |     0.98
     1,200 tokens       |   ◣|        |■   |
 
 Squares are sampled: a pixel stands for the pair of tokens at its centre. If documents or chunks are smaller than
@@ -18,7 +18,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -29,13 +29,11 @@ from mindspeed_cp.report.plan import PlanSummary, describe_heads, summarize_plan
 from mindspeed_cp.report.text import describe_attention, format_count
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 DPI = 110
-MAX_WIDTH, MAX_HEIGHT = 15.0, 9.0  # inches, of a picture whose squares are not of the least size
-MAX_SQUARE, MIN_SQUARE, MIN_CAPTIONED_SQUARE = 1.8, 0.05, 1.15
-MARGIN, TOP, LEGEND, NAMES, WORK, CAPTION = 0.25, 1.0, 1.1, 1.75, 0.9, 0.17
+MAX_WIDTH, MAX_HEIGHT, MAX_SQUARE, MIN_SQUARE = 1300, 760, 190, 5  # pixels of all squares together, and of one
+MIN_FRAMED_SQUARE, MIN_DESCRIBED_SQUARE = 12, 75  # pixels
 MIN_RUN_PIXELS = 3.0  # squares are shaded if coloured runs are shorter on average
 GREY, FRAME = 0.88, 0.6
 
@@ -57,31 +55,72 @@ def draw_tile_map(plan: Plan, path: str | Path, summary: PlanSummary | None = No
 def tile_map(plan: Plan, summary: PlanSummary | None = None) -> Figure:
     """Return the picture as a matplotlib figure."""
     summary = summary if summary is not None else summarize_plan(plan)
-    page = _Page(summary)
+    ranks, steps = summary.work.shape
+    side = max(MIN_SQUARE, min(MAX_SQUARE, MAX_WIDTH // max(steps, 1), MAX_HEIGHT // ranks) * 92 // 100)
+    pitch = side + max(1, side // 12)
     queries, keys = (
-        (np.arange(page.pixels) * 2 + 1) * documents.tokens // (2 * page.pixels)
-        for documents in (plan.documents, plan.kv_documents)
+        (np.arange(side) * 2 + 1) * documents.tokens // (2 * side) for documents in (plan.documents, plan.kv_documents)
     )
     seen = visible(plan, queries, keys)
-    owners = [computed_squares(plan, rank, queries, keys, seen) for rank in range(plan.ranks)]
+    owners = [computed_squares(plan, rank, queries, keys, seen) for rank in range(ranks)]
     is_shaded = bool(summary.work.any()) and _mean_run(owners) < MIN_RUN_PIXELS
-    palette = np.array(rank_colours(plan.ranks))
-    for rank in range(plan.ranks):
-        for step in range(summary.steps):
+    palette = np.array(rank_colours(ranks))
+    image = np.ones((ranks * pitch, max(steps, 1) * pitch, 3))
+    for rank in range(ranks):
+        for step in range(steps):
+            square = image[rank * pitch :, step * pitch :][:side, :side]
             if is_shaded:
-                share = summary.work[rank, step] / summary.work.max()
-                image = 1 - share * np.array([0.9, 0.7, 0.45])
+                square[:] = 1 - summary.work[rank, step] / summary.work.max() * np.array([0.9, 0.7, 0.45])
             else:
-                image = np.where(seen, GREY, 1.0)[:, :, None].repeat(3, 2)
+                square[seen] = GREY
                 computed = owners[rank][step] >= 0
-                image[computed] = palette[owners[rank][step][computed]]
-            page.fill_square(rank, step, image)
-            if page.has_captions:
-                page.caption(rank, step, describe_arrivals(plan, rank, step))
-    page.show_squares()
-    _label(page, plan, summary, palette)
-    page.legend(_notes(plan, summary, is_shaded), palette, is_shaded)
-    return page.figure
+                square[computed] = palette[owners[rank][step][computed]]
+            if side >= MIN_FRAMED_SQUARE:
+                square[[0, -1]] = square[:, [0, -1]] = FRAME
+    return _figure(plan, summary, image, side, pitch, palette, is_shaded)
+
+
+def _figure(
+    plan: Plan, summary: PlanSummary, image: np.ndarray, side: int, pitch: int, palette: np.ndarray, is_shaded: bool
+) -> Figure:
+    """Return the image with the title, the names of steps, at each row the rank, what it holds and its work, and the
+    meaning of the colours."""
+    width = max(image.shape[1] / DPI + 3.0, 8.5)
+    nodes = f" ({plan.topology.nodes} nodes)" if plan.topology.nodes > 1 else ""
+    title = f"{plan.algorithm}: {_describe_documents(summary)} over {plan.ranks} ranks{nodes}"
+    imbalance = f"attention work of the slowest rank / mean: {summary.imbalance:.3f}"
+    titles = [
+        *textwrap.wrap(drawn_text(title), int(width * 11)),
+        *textwrap.wrap(f"forward, {describe_attention(plan.attention)}; {imbalance}", int(width * 11)),
+    ]
+    notes = [line for note in _notes(plan, summary, is_shaded) for line in textwrap.wrap(note, int(width * 14.5))]
+    height = image.shape[0] / DPI + 0.2 * len(titles) + 0.16 * len(notes) + 0.7
+    figure = new_figure(width, height, DPI, layout="constrained")
+    figure.suptitle("\n".join(titles), x=0.01, ha="left", fontsize=10, weight="bold")
+    figure.supxlabel("\n".join(notes), x=0.01, ha="left", fontsize=8.5)
+    axes = figure.subplots()
+    axes.imshow(image, interpolation="nearest")
+    axes.set_anchor("W")
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    shown_steps = range(0, summary.steps, -(-DPI // (2 * pitch)))
+    axes.set_xticks(
+        [step * pitch + side / 2 for step in shown_steps], [f"step {summary.labels[i]}" for i in shown_steps]
+    )
+    axes.tick_params(length=0, labelsize=8, top=True, labeltop=True, bottom=False, labelbottom=False)
+    shown_ranks = range(0, plan.ranks, -(-15 // pitch))
+    centres = [rank * pitch + side / 2 for rank in shown_ranks]
+    is_described = side >= MIN_DESCRIBED_SQUARE
+    axes.set_yticks(centres, [_describe_rank(plan, summary, rank, is_described) for rank in shown_ranks])
+    for rank, label in zip(shown_ranks, axes.get_yticklabels(), strict=True):
+        label.set(color=palette[rank] * 0.85, weight="bold")
+    work = summary.work.sum(1)
+    right = axes.secondary_yaxis("right")
+    right.set_yticks(centres, [f"{work[rank] / (work.mean() or 1):.2f}" for rank in shown_ranks])
+    right.set_ylabel("work / mean", fontsize=8)
+    right.tick_params(length=0, labelsize=8)
+    right.spines["right"].set_visible(False)
+    return figure
 
 
 def visible(plan: Plan, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
@@ -181,18 +220,6 @@ def kv_source_lookup(plan: Plan, rank: int) -> Callable[[np.ndarray], np.ndarray
     return lambda tokens: ranks[np.searchsorted(starts, tokens, "right") - 1]
 
 
-def describe_arrivals(plan: Plan, rank: int, step: int) -> str:
-    """Return what arrives during a step: "← 1,207 rows from rank 3"; empty for nothing."""
-    part, part_step = plan.step_order()[step]
-    items = plan.parts_or_self[part].forward.fetch.items
-    arriving = items[(items["dst"] == rank) & (items["done"] == part_step)]
-    sources = sorted(set(arriving["src"].tolist()))
-    if not sources:
-        return ""
-    names = ", ".join(map(str, sources)) if len(sources) <= 3 else f"{sources[0]} .. {sources[-1]}"
-    return f"← {format_count(arriving['rows'].sum())} rows from {'rank' if len(sources) == 1 else 'ranks'} {names}"
-
-
 def _mean_run(owners: Sequence[np.ndarray]) -> float:
     """Return the mean length of horizontal runs of one colour, in pixels."""
     begins = pixels = 0
@@ -201,106 +228,6 @@ def _mean_run(owners: Sequence[np.ndarray]) -> float:
         pixels += int(computed.sum())
         begins += int((computed & (np.diff(squares, axis=2, prepend=-1) != 0)).sum())
     return pixels / max(begins, 1)
-
-
-class _Page:
-    """A figure with squares in rows and columns; places are inches from its upper left corner."""
-
-    def __init__(self, summary: PlanSummary) -> None:
-        self.rows, self.steps = summary.work.shape
-        across = (MAX_WIDTH - 2 * MARGIN - NAMES - WORK) / max(self.steps, 1) / 1.08
-        down = (MAX_HEIGHT - TOP - LEGEND) / self.rows
-        self.has_captions = min(across, down - CAPTION) >= MIN_CAPTIONED_SQUARE
-        square = max(MIN_SQUARE, min(MAX_SQUARE, across, (down - CAPTION * self.has_captions) / 1.08))
-        self.pixels = round(square * DPI)
-        self._gap = max(1, round(0.08 * self.pixels))
-        self._line = self.pixels + self._gap + round(CAPTION * DPI) * self.has_captions
-        self.square, self.pitch = self.pixels / DPI, self._line / DPI
-        self._image = np.ones((self.rows * self._line, self.steps * (self.pixels + self._gap), 3))
-        self.left = MARGIN + NAMES
-        self.right = self.left_of(self.steps)
-        self.width = max(self.right + WORK + MARGIN, 8.5)
-        self.height = TOP + self.rows * self.pitch + LEGEND
-        self.figure = new_figure(self.width, self.height, DPI)
-        self.axes: Axes = self.figure.add_axes((0, 0, 1, 1))
-
-    def text(self, x: float, y: float, text: str, size: float, **options: Any) -> None:
-        """Write a text whose middle is at height `y`."""
-        self.axes.text(x, y, drawn_text(text), fontsize=size, va="center", **options)
-
-    def top_of(self, rank: int) -> float:
-        """Return the upper edge of the squares of a rank."""
-        return TOP + rank * self.pitch
-
-    def left_of(self, step: int) -> float:
-        """Return the left edge of the squares of a step."""
-        return self.left + step * (self.pixels + self._gap) / DPI
-
-    def fill_square(self, rank: int, step: int, image: np.ndarray) -> None:
-        """Fill a square with an image [pixels, pixels, 3], or one colour [3], and draw its frame."""
-        y, x = rank * self._line, step * (self.pixels + self._gap)
-        square = self._image[y : y + self.pixels, x : x + self.pixels]
-        square[:] = image
-        if self.pixels >= 12:
-            square[[0, -1]] = square[:, [0, -1]] = FRAME
-
-    def show_squares(self) -> None:
-        """Put the squares onto the page."""
-        bottom = self.top_of(self.rows)
-        if self._image.size:
-            extent = (self.left, self.right, bottom, TOP)
-            self.axes.imshow(self._image, extent=extent, aspect="auto", interpolation="nearest")
-        self.axes.set(xlim=(0, self.width), ylim=(self.height, 0))
-        self.axes.set_axis_off()
-
-    def caption(self, rank: int, step: int, text: str) -> None:
-        """Write a caption below a square, as large as its width allows."""
-        x, y = self.left_of(step) + self.square / 2, self.top_of(rank) + self.square + 0.085
-        self.text(x, y, text, min(7.0, 118 * self.square / max(len(text), 1)), ha="center", color="0.35")
-
-    def legend(self, notes: Sequence[str], palette: np.ndarray, is_shaded: bool) -> None:
-        """Draw the meaning of the colours, then sentences, below the squares; the figure ends below them."""
-        from matplotlib.patches import Rectangle
-
-        y = self.top_of(self.rows) + 0.16
-        colours = [(1 - share * 0.9, 1 - share * 0.7, 1 - share * 0.45) for share in (0, 0.5, 1)]
-        for number, colour in enumerate(colours if is_shaded else [(GREY,) * 3, *palette[:3]]):
-            box = (MARGIN + 0.16 * number, y - 0.07)
-            self.axes.add_patch(Rectangle(box, 0.14, 0.14, facecolor=colour, edgecolor="0.6", linewidth=0.4))
-        indent = 0.75
-        for note in notes:
-            for line in textwrap.wrap(note, int((self.width - 2 * MARGIN - indent) * 15)):
-                self.text(MARGIN + indent, y, line, 8.5)
-                y += 0.19
-        self.figure.set_size_inches(self.width, y + 0.1)
-        self.axes.set_ylim(y + 0.1, 0)
-
-
-def _label(page: _Page, plan: Plan, summary: PlanSummary, palette: np.ndarray) -> None:
-    """Write the title, the names of steps, and at each row the rank, what it holds, and its work."""
-    nodes = f" ({plan.topology.nodes} nodes)" if plan.topology.nodes > 1 else ""
-    title = f"{plan.algorithm}: {_describe_documents(summary)} over {plan.ranks} ranks{nodes}"
-    page.text(MARGIN, 0.25, title, min(12.0, 105 * page.width / len(title)), weight="bold")
-    page.text(
-        MARGIN, 0.52, f"forward, {describe_attention(plan.attention)}; attention work of the slowest rank / mean: "
-        f"{summary.imbalance:.3f}", 9,
-    )  # fmt: skip
-    for step in range(0, summary.steps, max(1, int(np.ceil(0.5 / (page.left_of(1) - page.left))))):
-        page.text(page.left_of(step) + page.square / 2, TOP - 0.1, f"step {summary.labels[step]}", 8, ha="center")
-    page.text(page.right + 0.05, TOP - 0.28, "work / mean", 8)
-    work = summary.work.sum(1)
-    stride = max(1, int(np.ceil(0.13 / page.pitch)))
-    for rank in range(0, plan.ranks, stride):
-        middle = page.top_of(rank) + page.square / 2
-        size = min(9.5, 65 * page.pitch * stride)
-        name = f"rank {rank}" + (f" (node {rank // plan.topology.ranks_per_node})" if plan.topology.nodes > 1 else "")
-        room = page.square >= 0.5
-        page.text(MARGIN + 0.18, middle - 0.16 * room, name, size, weight="bold")
-        page.axes.plot([MARGIN + 0.06], [middle - 0.16 * room], "s", color=palette[rank], markersize=size * 0.7)
-        if room:
-            for line, text in enumerate(_describe_holding(plan, summary, rank)):
-                page.text(MARGIN, middle + 0.03 + 0.17 * line, text, 8)
-        page.text(page.right + 0.05, middle, f"{work[rank] / (work.mean() or 1):.2f}", min(8.5, size))
 
 
 def _describe_documents(summary: PlanSummary) -> str:
@@ -315,18 +242,20 @@ def _describe_documents(summary: PlanSummary) -> str:
     return f"{len(lengths):,} documents, {amount}" + (f" and {format_count(kv_lengths.sum())} keys" * is_crossed)
 
 
-def _describe_holding(plan: Plan, summary: PlanSummary, rank: int) -> list[str]:
-    """Return what a rank holds, its whole documents and its heads, a line each."""
+def _describe_rank(plan: Plan, summary: PlanSummary, rank: int, is_long: bool) -> str:
+    """Return the name of a rank and, if it may be long, what it holds, a line each."""
+    name = f"rank {rank}" + (f" (node {rank // plan.topology.ranks_per_node})" if plan.topology.nodes > 1 else "")
+    if not is_long:
+        return name
     tokens = f"{format_count(summary.tokens[rank])} tokens"
     if summary.kv_lengths is not summary.lengths:
         tokens = f"{tokens[:-7]} queries, {format_count(plan.kv_layout_in.token_counts[rank])} keys"
     spans = plan.layout.rank_spans(rank)
     whole = int((spans["stop"] - spans["start"] == plan.documents.lengths[spans["doc"]]).sum())
-    return [
-        tokens,
-        *([f"{whole:,} whole document{'s' * (whole > 1)}"] if whole and plan.ranks > 1 else []),
-        *([f"heads {describe_heads(summary, rank)}"] if summary.splits_heads and not summary.parts else []),
-    ]
+    lines = [name, tokens]
+    lines += [f"{whole:,} whole document{'s' * (whole > 1)}"] if whole and plan.ranks > 1 else []
+    lines += [f"heads {describe_heads(summary, rank)}"] if summary.splits_heads and not summary.parts else []
+    return "\n".join(lines)
 
 
 def _notes(plan: Plan, summary: PlanSummary, is_shaded: bool) -> list[str]:
@@ -334,14 +263,14 @@ def _notes(plan: Plan, summary: PlanSummary, is_shaded: bool) -> list[str]:
     if any(part.kv_redistribution is not None for part in plan.parts_or_self):
         after = " after the all-to-all"
     notes = [
-        "grey: what the mask lets queries see; colour: what this rank computes in this step. The colour is that of the "
+        "Grey: what the mask lets queries see; colour: what this rank computes in this step. The colour is that of the "
         f"rank that has these keys and values{after}.",
         "A square is the attention matrix of the whole batch: queries downwards, keys to the right. All squares have "
         f"one scale: coloured area {'times heads ' * summary.splits_heads}is work.",
     ]
     if is_shaded:
         notes = [
-            "the darker, the more work of this rank in this step. Tiles would be smaller than pixels, so a square's "
+            "The darker, the more work of this rank in this step. Tiles would be smaller than pixels, so a square's "
             "shade is the work of all its tiles, and white is none."
         ]
     if plan.documents.trees is not None:

@@ -21,7 +21,7 @@ import numpy as np
 from mindspeed_cp.plan.program import DIRECTIONS
 from mindspeed_cp.plan.tiles import count_pairs
 from mindspeed_cp.plan.transfers import KINDS, steps_of_parts
-from mindspeed_cp.report.files import write_atomically
+from mindspeed_cp.report.files import check_output_path, write_atomically
 from mindspeed_cp.report.timelines import ranks_to_draw
 from mindspeed_cp.simulate.timeline import MESSAGE_KIND_NAMES, Timeline, is_internode, wait_records
 
@@ -82,28 +82,34 @@ class Recording:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
-def write_trace(path: str | Path, recordings: Sequence[Recording]) -> Path:
+def write_trace(path: str | Path, recordings: Sequence[Recording], above: Sequence[Mapping[str, Any]] = ()) -> Path:
     """Write recordings to one file, the ranks of each below those of the one before; all begin at time 0.
 
     Args:
         path: JSON file to write.
         recordings: at least one.
+        above: entries of "traceEvents" of another trace with one recording, shown above the others.
 
     Raises:
-        ConfigError: the file cannot be written.
+        ConfigError: the path has another suffix, or the file cannot be written.
     """
+    target = check_output_path("--trace", path, (".json",))
+    return write_atomically("--trace", target, lambda new: new.write_text(trace_text(recordings, above), "utf-8"))
+
+
+def trace_text(recordings: Sequence[Recording], above: Sequence[Mapping[str, Any]] = ()) -> str:
+    """Return the text of a trace file; arguments as in :func:`write_trace`."""
     content = {
         "displayTimeUnit": "ms",
         "otherData": {recording.name: dict(recording.metadata) for recording in recordings},
-        "traceEvents": list(trace_events(recordings)),
+        "traceEvents": [*above, *trace_events(recordings, int(bool(above)))],
     }
-    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False)
-    return write_atomically("--trace", path, lambda new: new.write_text(text, encoding="utf-8"))
+    return json.dumps(content, separators=(",", ":"), ensure_ascii=False)
 
 
-def trace_events(recordings: Iterable[Recording]) -> Iterator[dict[str, Any]]:
-    """Yield the entries of "traceEvents"."""
-    for number, recording in enumerate(recordings):
+def trace_events(recordings: Iterable[Recording], first: int = 0) -> Iterator[dict[str, Any]]:
+    """Yield the entries of "traceEvents" of recordings that are numbered from `first` on."""
+    for number, recording in enumerate(recordings, first):
         of_rank: dict[int, dict[str, list[TraceEvent]]] = {}
         for event in recording.events:
             of_rank.setdefault(event.rank, {}).setdefault(event.thread, []).append(event)

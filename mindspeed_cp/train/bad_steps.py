@@ -35,11 +35,6 @@ def spike_limit(losses: Sequence[float], mads: float) -> float:
     return middle + mads * max(deviation, MAD_FLOOR * abs(middle))
 
 
-def with_loss(losses: Sequence[float], loss: float) -> tuple[float, ...]:
-    """Return the history with one more loss."""
-    return (*losses, loss)[-HISTORY:]
-
-
 class BadStepPolicy:
     """Ends the run at a bad step, or has it skipped.
 

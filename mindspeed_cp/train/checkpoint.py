@@ -21,15 +21,12 @@ import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
-from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, DefaultSavePlanner
@@ -40,10 +37,12 @@ from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron import megatron_imports
 from mindspeed_cp.train import optimizer_state
+from mindspeed_cp.train.bad_steps import HISTORY
 from mindspeed_cp.train.failures import checkpoint_cause, is_lost_rank_error, is_out_of_memory
 from mindspeed_cp.train.identity import check_same_run, identity
 from mindspeed_cp.train.model import TrainingModel
 from mindspeed_cp.train.run_files import RunFiles, describe_folder, disk_error, error_text, sync_folder, write_text
+from mindspeed_cp.train.step import StepResult
 from mindspeed_cp.train.world import World
 
 with megatron_imports():
@@ -67,10 +66,6 @@ _HAS_SAFETENSORS = hasattr(dcp, "HuggingFaceStorageWriter") and find_spec("safet
 # Parts of torch.save's message when a write fails; it does not name the cause.
 _STREAM_ERRORS = ("iostream error", "inline_container", "PytorchStreamWriter")
 _NAME = re.compile(r"iter_(\d{7,})")
-_TYPES: dict[str, Any] = {
-    "step": int, "tokens": int, "seconds": (int, float), "data": (dict, type(None)), "losses": list,
-    "skipped_steps": int, "adam_steps": (int, float), "ranks": int, "identity": dict, "settings": dict, "files": dict,
-}  # fmt: skip
 
 
 class DamagedCheckpointError(ConfigError):
@@ -97,6 +92,21 @@ class Progress:
     losses: tuple[float, ...] = ()
     skipped_steps: int = 0
 
+    def after(self, result: StepResult, seconds: float) -> Progress:
+        """Return the state after one more step, which took so many seconds."""
+        is_skipped = result.problem is not None
+        return Progress(
+            step=self.step + 1,
+            tokens=self.tokens + result.figures["tokens"],
+            seconds=self.seconds + seconds,
+            data=result.data,
+            losses=self.losses if is_skipped else (*self.losses, result.loss)[-HISTORY:],
+            skipped_steps=self.skipped_steps + is_skipped,
+        )
+
+
+_RECORD_KEYS = {*(field.name for field in fields(Progress)), "adam_steps", "ranks", "identity", "settings", "files"}
+
 
 class Shard:
     """A part of a tensor of the whole model, as torch.distributed.checkpoint saves and loads it.
@@ -109,10 +119,6 @@ class Shard:
 
     def __init__(self, tensor: Tensor, offsets: tuple[int, ...], size: tuple[int, ...]) -> None:
         self.tensor, self._offsets, self._size = tensor.detach(), torch.Size(offsets), torch.Size(size)
-
-    def to_host(self) -> Shard:
-        """Return the same part with a copy of its data in host memory."""
-        return Shard(self.tensor.to("cpu", copy=True), self._offsets, self._size)
 
     def size(self) -> torch.Size:
         """Return the shape of the whole tensor."""
@@ -194,104 +200,73 @@ def _model_keys(training: TrainingModel) -> list[str]:
     return ["model"] if count == 1 else [f"model{number}" for number in range(count)]
 
 
-class CheckpointSaver:
-    """Saves checkpoints, never two at once; every rank calls every method, between steps.
+def save_checkpoint(
+    files: RunFiles, training: TrainingModel, settings: Settings, world: World, progress: Progress
+) -> Path:
+    """Save a checkpoint after a step, and return its folder; every rank calls it.
 
-    With checkpoint.async_save a thread writes a copy in host memory while the next steps are trained.
-
-    Attributes:
-        newest: folder of the newest complete checkpoint, or None.
+    Raises:
+        DiskError: it cannot be written; the newest checkpoint before it stays the newest.
     """
+    state = sharded_state(training, is_loading=False)
+    apply_factories(state)
+    record = {
+        **asdict(progress),
+        "adam_steps": optimizer_state.steps_of(training.optimizer),
+        "ranks": world.size,
+        "identity": identity(settings),
+        "settings": settings.model_dump(mode="json"),
+    }
+    final = files.checkpoint(progress.step)
+    partial = final.with_name(f".saving-{final.name}")
 
-    def __init__(
-        self, files: RunFiles, training: TrainingModel, settings: Settings, world: World, newest: Path | None
-    ) -> None:
-        self._files, self._training, self._settings, self._world = files, training, settings, world
-        self.newest = newest
-        timeout = timedelta(seconds=settings.context_parallel_suite.timeout_seconds)
-        self._group = dist.new_group(backend="gloo", timeout=timeout)  # of the thread
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
-        self._pending: Future[Path] | None = None
+    def begin() -> None:
+        for leftover in files.checkpoints.glob(".saving-*"):
+            shutil.rmtree(leftover)
+        partial.mkdir(parents=True)
 
-    def save(self, progress: Progress) -> None:
-        """Save a checkpoint after a step; where the one before is not complete, wait for it.
+    def write() -> None:
+        dcp.save(named_shards(state), storage_writer=_writer(partial), planner=_SavePlanner())
 
-        Raises:
-            DiskError: this one or the one before cannot be written; the newest checkpoint before it stays the newest.
-        """
-        self.finish()
-        state = sharded_state(self._training, is_loading=False)
-        apply_factories(state)
-        shards = named_shards(state)
-        record = {
-            **asdict(progress),
-            "adam_steps": optimizer_state.steps_of(self._training.optimizer),
-            "ranks": self._world.size,
-            "identity": identity(self._settings),
-            "settings": self._settings.model_dump(mode="json"),
-        }
-        if not self._settings.checkpoint.async_save:
-            self.newest = self._write(shards, record)
-            return
-        self._pending = self._thread.submit(self._write, {name: x.to_host() for name, x in shards.items()}, record)
+    def name_it() -> None:
+        record["files"] = {name: digest for of_rank in digests for name, digest in of_rank.items()}
+        write_text(partial / MANIFEST, _manifest_text(record))
+        if final.exists():
+            shutil.rmtree(final)
+        os.replace(partial, final)
+        sync_folder(files.checkpoints)
+        write_text(files.latest, final.name + "\n")
+        _prune(files, settings.checkpoint.keep, progress.step)
 
-    def finish(self) -> None:
-        """Wait until the checkpoint is complete; raises as `save` does."""
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            self.newest = pending.result()
+    _on_all_ranks(begin, files, world, only_first=True)
+    _on_all_ranks(write, files, world)
+    digests = _on_all_ranks(lambda: _durable_digests(partial, world), files, world)
+    _on_all_ranks(name_it, files, world, only_first=True)
+    return final
 
-    def _write(self, shards: dict[str, Shard], record: dict[str, Any]) -> Path:
-        """Write a checkpoint and give it its name; in the thread, if there is one."""
-        final = self._files.checkpoint(record["step"])
-        partial = final.with_name(f".saving-{final.name}")
 
-        def begin() -> None:
-            for leftover in self._files.checkpoints.glob(".saving-*"):
-                shutil.rmtree(leftover)
-            partial.mkdir(parents=True)
+def _on_all_ranks(act: Callable[[], Any], files: RunFiles, world: World, *, only_first: bool = False) -> list[Any]:
+    """Do something on all ranks, or on the first one; return the results of all.
 
-        def name_it() -> None:
-            record["files"] = {name: digest for of_rank in digests for name, digest in of_rank.items()}
-            write_text(partial / MANIFEST, _manifest_text(record))
-            if final.exists():
-                shutil.rmtree(final)
-            os.replace(partial, final)
-            sync_folder(self._files.checkpoints)
-            write_text(self._files.latest, final.name + "\n")
-            _prune(self._files, self._settings.checkpoint.keep, record["step"])
-
-        self._agree(begin, only_first=True)
-        self._agree(
-            lambda: dcp.save(shards, storage_writer=_writer(partial), planner=_SavePlanner(), process_group=self._group)
-        )
-        digests = self._agree(lambda: _durable_digests(partial, self._world))
-        self._agree(name_it, only_first=True)
-        return final
-
-    def _agree(self, act: Callable[[], Any], *, only_first: bool = False) -> list[Any]:
-        """Do something on all ranks, or on the first one; return the results of all.
-
-        Raises:
-            DiskError: a rank could not write; on all ranks.
-        """
-        result, failure = None, None
-        try:
-            if self._world.is_first or not only_first:
-                result = act()
-        except (OSError, RuntimeError, CheckpointException) as error:
-            cause = checkpoint_cause(error) or error
-            if isinstance(cause, RuntimeError) and any(part in str(cause) for part in _STREAM_ERRORS):
-                cause = OSError(errno.EIO, "the disk is full, or fails")
-            if not isinstance(cause, OSError):
-                raise cause from None
-            failure = (cause.errno or errno.EIO, error_text(cause))
-        outcomes: list[Any] = [None] * self._world.size
-        dist.all_gather_object(outcomes, (result, failure), group=self._group)
-        for _, other in outcomes:
-            if other is not None:
-                raise disk_error(OSError(*other), self._files.checkpoints)
-        return [other for other, _ in outcomes]
+    Raises:
+        DiskError: a rank could not write; on all ranks.
+    """
+    result, failure = None, None
+    try:
+        if world.is_first or not only_first:
+            result = act()
+    except (OSError, RuntimeError, CheckpointException) as error:
+        cause = checkpoint_cause(error) or error
+        if isinstance(cause, RuntimeError) and any(part in str(cause) for part in _STREAM_ERRORS):
+            cause = OSError(errno.EIO, "the disk is full, or fails")
+        if not isinstance(cause, OSError):
+            raise cause from None
+        failure = (cause.errno or errno.EIO, error_text(cause))
+    outcomes = world.gather_objects((result, failure))
+    for _, other in outcomes:
+        if other is not None:
+            raise disk_error(OSError(*other), files.checkpoints)
+    return [other for other, _ in outcomes]
 
 
 def _writer(folder: Path) -> dcp.StorageWriter:
@@ -342,20 +317,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        record = manifest["record"]
+        record: dict[str, Any] = manifest["record"]
         text = json.dumps(record, sort_keys=True, allow_nan=False)
-        if hashlib.sha256(text.encode()).hexdigest() != manifest["sha256"]:
-            raise DamagedCheckpointError(f"{MANIFEST} was changed")
+        is_whole = hashlib.sha256(text.encode()).hexdigest() == manifest["sha256"]
     except OSError as error:
         raise DamagedCheckpointError(f"{MANIFEST}: {error_text(error)}") from None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        if isinstance(error, DamagedCheckpointError):
-            raise
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise DamagedCheckpointError(f"{MANIFEST} is damaged") from None
-    if not all(isinstance(record.get(key), kind) for key, kind in _TYPES.items()):
-        raise DamagedCheckpointError(f"{MANIFEST} is not that of this version")
-    if record["step"] != checkpoint_step(folder):
-        raise DamagedCheckpointError(f"{MANIFEST} is of step {record['step']}")
+    if not is_whole:
+        raise DamagedCheckpointError(f"{MANIFEST} was changed")
+    if record.keys() != _RECORD_KEYS or record["step"] != checkpoint_step(folder):
+        raise DamagedCheckpointError(f"{MANIFEST} is of another version or step")
     return record
 
 

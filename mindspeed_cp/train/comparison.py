@@ -19,14 +19,13 @@ from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.data import Dispatcher, PackedStream
 from mindspeed_cp.engine.recorder import Recorder, recording
 from mindspeed_cp.errors import DivergenceError
-from mindspeed_cp.report.text import format_bytes
+from mindspeed_cp.report.text import Table, format_bytes
 from mindspeed_cp.train.micro_batch_loader import MicroBatch, MicroBatchLoader
 from mindspeed_cp.train.model import TrainingModel
 from mindspeed_cp.train.step import StepChecks, forward_backward
 from mindspeed_cp.train.stop_request import StopRequest
 from mindspeed_cp.train.world import World
 
-NO_DIFFERENCE = 0.01  # imbalances that are nearer to each other count as equal
 STEPS = 3  # global batches that are compared; one more at the start is not timed
 
 
@@ -98,7 +97,7 @@ def _run(
         bytes_sent = float(sum(message.bytes for message in recorder.read().messages if message.sends))
         if step:
             losses.append(sums.loss)
-            imbalances.append(sums.imbalance)
+            imbalances.append(sums.figures["imbalance"])
             sent += float(world.gather([bytes_sent]).sum())
         if stop:
             break
@@ -113,55 +112,34 @@ def _run(
     return result, [length for length in lengths if length], stop
 
 
-def comparison_text(comparison: dict[str, Any]) -> str:
-    """Return the comparison as a small table for people, or one line if it was stopped before its end."""
-    rows = comparison["algorithms"]
-    if any(row["loss"] is None for row in rows):
-        return "the comparison of algorithms was stopped"
+def comparison_table(comparison: dict[str, Any]) -> Table:
+    """Return the comparison as a table; figures that a stop before its end left out are dashes."""
     lengths = comparison["documents"]
-    width = max(len("algorithm"), *(len(row["algorithm"]) for row in rows))
-    lines = [
-        f"the same {comparison['batches']} batches, forward and backward, with each algorithm",
-        f"({len(lengths)} documents of {min(lengths):,} to {max(lengths):,} tokens):",
-        f"  {'algorithm':{width}}    loss  imbalance  sent/step  ms/step",
-    ]
-    for row in rows:
-        lines.append(
-            f"  {row['algorithm']:{width}}  {row['loss']:.4f}  {row['imbalance']:9.3f}  "
-            f"{format_bytes(row['sent_bytes']):>9}  {row['seconds'] * 1e3:7,.0f}"
+    sizes = f" ({len(lengths):,} documents of {min(lengths):,} to {max(lengths):,} tokens)" if lengths else ""
+    title = f"The same {comparison['batches']} batches, forward and backward, with each algorithm{sizes}"
+    rows = tuple(
+        (
+            row["algorithm"],
+            *("-" if row[key] is None else f"{row[key]:.{digits}f}" for key, digits in (("loss", 4), ("imbalance", 3))),
+            format_bytes(row["sent_bytes"]),
+            f"{row['seconds'] * 1e3:,.0f}",
         )
-    return "\n".join(lines)
+        for row in comparison["algorithms"]
+    )
+    return Table(title, ("algorithm", "loss", "imbalance", "sent/step", "ms/step"), rows)
 
 
 def comparison_sentence(comparison: dict[str, Any]) -> str | None:
     """Return what the run's algorithm did better than the first compared one, and what not; None without figures."""
-    rows = comparison["algorithms"]
-    if any(row["loss"] is None for row in rows) or len(rows) < 2:
+    base, own = comparison["algorithms"][0], comparison["algorithms"][-1]
+    if own["loss"] is None or base is own:
         return None
-    base, own = rows[0], rows[-1]
     sent, base_sent = own["sent_bytes"], base["sent_bytes"]
-    share = ""
-    if base_sent and sent != base_sent:
-        share = f", {abs(1 - sent / base_sent):.0%} {'less' if sent < base_sent else 'more'}"
+    share = f" ({abs(1 - sent / base_sent):.0%} {'less' if sent < base_sent else 'more'})" if base_sent else ""
+    one_machine = " (its ranks share a machine, without slow links on which fewer bytes save time)"
     return (
         f"On these documents {own['algorithm']} sent {format_bytes(sent)} in a step and {base['algorithm']} "
-        f"{format_bytes(base_sent)}{share}. {_imbalance_text(own, base)}. {_time_text(own, base, comparison)}."
+        f"{format_bytes(base_sent)}{share}; its imbalance is {own['imbalance']:.3f} against {base['imbalance']:.3f}, "
+        f"its step takes {own['seconds'] * 1e3:,.0f} ms against {base['seconds'] * 1e3:,.0f}"
+        f"{one_machine * comparison['one_machine']}."
     )
-
-
-def _imbalance_text(own: dict[str, Any], base: dict[str, Any]) -> str:
-    gain = base["imbalance"] - own["imbalance"]
-    text = "Its imbalance is lower" if gain > NO_DIFFERENCE else "Its imbalance is not lower"
-    text += f": {own['imbalance']:.3f} against {base['imbalance']:.3f}"
-    if gain <= NO_DIFFERENCE and base["imbalance"] < 1 + NO_DIFFERENCE:
-        text += f" (1 is perfect balance, which {base['algorithm']} has already)"
-    return text
-
-
-def _time_text(own: dict[str, Any], base: dict[str, Any], comparison: dict[str, Any]) -> str:
-    seconds, base_seconds = own["seconds"], base["seconds"]
-    faster = seconds < 0.95 * base_seconds  # less is within the noise of a few steps
-    text = f"Its step is {'' if faster else 'not '}faster: {seconds * 1e3:,.0f} ms against {base_seconds * 1e3:,.0f}"
-    if not faster and comparison["one_machine"]:
-        text += " (the ranks share a machine, without the slow links between nodes on which fewer bytes save time)"
-    return text

@@ -13,7 +13,6 @@ from typing import Any
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.schema.messages import format_value
-from mindspeed_cp.train.run_files import RunFiles
 
 _NOT_MODEL = {"recompute_granularity"}
 _NOT_DATA = {"pool_ranks"}
@@ -51,19 +50,13 @@ def check_same_run(settings: Settings, saved: dict[str, Any], checkpoint: str) -
         saved: the identity that the checkpoint has; data.corpus may have been moved, and its contents are compared.
         checkpoint: its folder.
     """
-    now = identity(settings)
-    saved = saved | {"data.corpus": now["data.corpus"]}
-    different = [key for key in now | saved if now.get(key) != saved.get(key)]
-    if not different:
+    changes = _changes(saved | {"data.corpus": settings.data.corpus}, identity(settings))
+    if not changes:
         return
-    changes = [
-        f"{_name(key, settings)} was {format_value(saved.get(key))} and is {format_value(now.get(key))}"
-        for key in different
-    ]
     decay = "train.lr_decay_iters"
-    longer = f" (to train longer on the old schedule: {decay} = {saved[decay]})" if different == [decay] else ""
+    longer = f" (to train longer on the old schedule: {decay} = {saved[decay]})" if [*changes] == [decay] else ""
     raise ConfigError(
-        f"{checkpoint} belongs to other settings: {'; '.join(changes)}; "
+        f"{checkpoint} belongs to other settings: {'; '.join(changes.values())}; "
         f"resume with the old settings{longer}, or give another output.folder"
     )
 
@@ -73,37 +66,21 @@ def changed_settings(before: Mapping[str, Any], settings: Settings) -> list[str]
     'context_parallel_suite.algorithm was "ring" and is "direct"'.
 
     Args:
-        before: sections of the earlier settings; empty: they are not known.
+        before: sections of the earlier settings.
         settings: the present settings.
     """
-    changes = []
+    old, new = dict[str, Any](), dict[str, Any]()
+    now = settings.model_dump(mode="json")
     for name in ("model", "data", "context_parallel_suite", "train"):
-        old = before.get(name)
-        section = getattr(settings, name)
-        now = section.model_dump()
-        if not isinstance(old, dict):
-            continue
-        for key in section.key_names():
-            value = now.get(key)
-            old_value = old.get(key, value if key in type(section).model_fields else None)
-            if old_value != value and key not in _LENGTH:
-                changes.append(f"{name}.{key} was {format_value(old_value)} and is {format_value(value)}")
-    return changes
+        for values, section in ((old, before[name]), (new, now[name])):
+            values |= {f"{name}.{key}": value for key, value in section.items() if key not in _LENGTH}
+    return list(_changes(old, new).values())
 
 
-def run_complete_note(files: RunFiles, settings: Settings) -> str:
-    """Return the line that a run is complete, with the settings that continue it."""
-    train = settings.train
-    old_schedule = ""
-    if train.lr_decay_style != "constant" and train.lr_decay_iters is None:
-        old_schedule = f" and keep its schedule, train.lr_decay_iters = {train.train_iters}"
-    return (
-        f"this run is complete, so nothing is done: to go on, raise train.train_iters{old_schedule}; to start anew, "
-        f"give another output.folder than {files.folder}"
-    )
-
-
-def _name(key: str, settings: Settings) -> str:
-    if key == "train.lr_decay_iters" and settings.train.lr_decay_iters is None:
-        return "train.lr_decay_iters (null: train.train_iters)"
-    return key
+def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
+    """Return, by key, what differs, in words."""
+    return {
+        key: f"{key} was {format_value(old.get(key))} and is {format_value(new.get(key))}"
+        for key in {**old, **new}
+        if old.get(key) != new.get(key)
+    }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import logging
 import os
 import shutil
 import signal
@@ -16,10 +17,9 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -44,13 +44,12 @@ from mindspeed_cp.train.failures import (
     out_of_memory_error,
 )
 from mindspeed_cp.train.stop_request import stop_signals
-from mindspeed_cp.train.uncompiled import uncompiled_megatron
 
 if TYPE_CHECKING:
     from mindspeed_cp.train.world import World
 
-GRACE_SECONDS = 10.0  # for ranks that are asked to end, before they are killed
 NAMING_SECONDS = 5.0  # a busy rank may notice a lost peer late
+GRACE_SECONDS = NAMING_SECONDS + 2  # for ranks to end by themselves, and again before they are killed
 _KEY = "mindspeed_cp/lost_a_peer"
 _RESUME = "the same command goes on from the newest checkpoint"
 # The watchdog of HCCL or NCCL aborts the whole process and prints the reason on standard error.
@@ -147,56 +146,51 @@ def _run_local_ranks(settings: Settings, ranks: int, *, as_json: bool) -> tuple[
         if resolve_device_type(settings.train.device) == "cpu":
             method = "fork"
             import mindspeed_cp.train.loop  # noqa: F401
+    # It tells of every process that it ends.
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
     folder = Path(tempfile.mkdtemp(prefix="mindspeed-cp-"))  # of mode 0700
     sys.stdout.flush()
     arguments = (ranks, os.getpid(), folder, settings.model_dump_json(), as_json)
     stopped: list[str] = []
-    processes: Sequence[Any] = ()
+    processes: list[Any] = []
+    failures = []
     try:
-        with _relayed_signals(lambda: processes, stopped):
-            processes = mp.start_processes(_rank, arguments, ranks, join=False, start_method=method).processes
-            failed = _first_failures(processes)
-            failures = [_failure(rank, processes[rank], folder) for rank in failed]
-            _end(processes, GRACE_SECONDS if failed else 0.0)
-        for rank in range(ranks):  # that ended by an error of their own meanwhile
-            if rank not in failed and (folder / f"rank{rank}").exists():
-                failures.append(_failure(rank, processes[rank], folder))
+        with _relayed_signals(processes, stopped):
+            context = mp.start_processes(_rank, arguments, ranks, join=False, start_method=method)
+            processes += context.processes
+            try:
+                while not context.join(grace_period=GRACE_SECONDS):
+                    continue
+            except mp.ProcessExitedException as error:
+                failures = _failures(error.error_index, processes, folder)
     finally:
-        _end(processes, 0.0)
+        for process in processes:
+            process.kill()
+            process.join()
         shutil.rmtree(folder, ignore_errors=True)
     return failures, stopped[0] if stopped else None
 
 
-def _first_failures(processes: Sequence[Any]) -> list[int]:
-    """Wait until all processes have ended well, or some have not; return the numbers of these."""
-    while True:
-        running = [process.sentinel for process in processes if process.exitcode is None]
-        failed = [rank for rank, process in enumerate(processes) if process.exitcode]
-        if failed or not running:
-            return failed
-        wait(running)
+def _failures(first: int, processes: Sequence[Any], folder: Path) -> list[Failure]:
+    """Return how the first rank that failed did, and those that left a note meanwhile; the launcher ended the others.
+
+    Args:
+        first: number of the first rank that failed.
+        processes: those of all ranks.
+        folder: where ranks leave notes of their errors.
+    """
+    failures = []
+    for rank, process in enumerate(processes):
+        if (folder / f"rank{rank}").exists():
+            kind, line = json.loads((folder / f"rank{rank}").read_text(encoding="utf-8"))
+            failures.append(Failure(kind, line, rank))
+        elif rank == first:
+            failures.append(_failure_by_status(rank, process))
+    return failures
 
 
-def _end(processes: Sequence[Any], grace: float) -> None:
-    """Ask processes to end, and kill those that have not after `grace` seconds."""
-    deadline = time.monotonic() + grace
-    while grace and any(process.exitcode is None for process in processes) and time.monotonic() < deadline:
-        for process in processes:
-            if process.exitcode is None:
-                process.terminate()
-        wait([process.sentinel for process in processes], 0.5)  # one that finishes its step is asked again
-        time.sleep(0.05)
-    for process in processes:
-        if process.exitcode is None:
-            process.kill()
-        process.join()
-
-
-def _failure(rank: int, process: Any, folder: Path) -> Failure:
-    """Return how a rank failed, by the note that it left, or by its exit status."""
-    with suppress(OSError, ValueError):
-        kind, line = json.loads((folder / f"rank{rank}").read_text(encoding="utf-8"))
-        return Failure(kind, line, rank)
+def _failure_by_status(rank: int, process: Any) -> Failure:
+    """Return how a rank failed that left no note."""
     if process.exitcode >= 0:
         return Failure("bug", f"(process {process.pid}) ended with exit code {process.exitcode}", rank)
     number = signal.Signals(-process.exitcode)
@@ -210,14 +204,14 @@ def _failure(rank: int, process: Any, folder: Path) -> Failure:
 
 
 @contextmanager
-def _relayed_signals(processes: Any, stopped: list[str]) -> Iterator[None]:
+def _relayed_signals(processes: Sequence[Any], stopped: list[str]) -> Iterator[None]:
     """Hand SIGTERM, SIGINT and SIGHUP on to the ranks, as SIGTERM; a second SIGINT ends this process at once."""
 
     def relay(number: int, frame: FrameType | None) -> None:
         if stopped and number == signal.SIGINT:
             raise KeyboardInterrupt
         stopped.append(signal.Signals(number).name)
-        for process in processes():
+        for process in processes:
             if process.exitcode is None:
                 process.terminate()
 
@@ -253,6 +247,30 @@ def _rank(local: int, ranks: int, launcher: int, folder: Path, settings: str, as
     _exit(OK)
 
 
+@contextmanager
+def uncompiled_megatron() -> Iterator[None]:
+    """Leave the functions that Megatron-core would fuse as they are written, if it is imported in this block.
+
+    Megatron-core passes some thirty small functions to torch.compile while it is imported, which imports the whole
+    compiler, a third of what a rank needs to start. The devices of `mindspeed-cp train` gain nothing from it: a step
+    on the CPU would wait for a C++ compiler, and torch_npu brings none. Megatron-core's own `disable_jit_fuser` comes
+    too late, since its package has used the decorator by then.
+    """
+    import torch
+
+    compile_before = torch.compile
+    torch.compile = _as_written  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compile_before
+
+
+def _as_written(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Take the place of torch.compile, as a function or as a decorator with options."""
+    return _as_written if function is None else function
+
+
 def run_rank(settings: Settings, *, as_json: bool, store_file: Path | None = None) -> None:
     """Train as the rank that the environment names; the first rank prints the summary.
 
@@ -270,9 +288,7 @@ def run_rank(settings: Settings, *, as_json: bool, store_file: Path | None = Non
     with uncompiled_megatron():
         from mindspeed_cp.megatron import megatron_compat
         from mindspeed_cp.train.loop import train
-    from mindspeed_cp.report.text import print_tables, wrap_text
-    from mindspeed_cp.train.output import ignore_closed_terminal
-    from mindspeed_cp.train.summary import closing_lines, summary_table
+    from mindspeed_cp.train.output import print_summary
     from mindspeed_cp.train.world import join_ranks
 
     with megatron_compat(), join_ranks(settings, store_file=store_file) as world:
@@ -286,15 +302,8 @@ def run_rank(settings: Settings, *, as_json: bool, store_file: Path | None = Non
                     raise lost_over_device(world.rank, error, world.device.type) from None
                 raise name_lost_ranks(world, error) from None
             raise
-    if summary is None:
-        return
-    with ignore_closed_terminal():
-        if as_json:
-            print(json.dumps(summary), flush=True)
-            return
-        print_tables([summary_table(summary)], sys.stdout)
-        for line in closing_lines(summary):
-            print(wrap_text(line), flush=True)
+    if summary is not None:
+        print_summary(summary, as_json=as_json)
 
 
 def name_lost_ranks(world: World, error: BaseException) -> PeerError:

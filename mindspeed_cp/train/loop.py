@@ -13,28 +13,24 @@ import torch
 
 from mindspeed_cp.algorithms import AUTO, build_plan
 from mindspeed_cp.comm import warm_up
-from mindspeed_cp.config.candidates import candidate_settings
 from mindspeed_cp.config.derived import training_corpus, training_plan_options
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.data import PackedStream, TrajectoryCorpus, check_learnable, corpus_digests, open_stream
 from mindspeed_cp.engine.canary import AttentionCanary
-from mindspeed_cp.errors import ConfigError, CorruptionError, DivergenceError
+from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.megatron import check_tokens_per_step
-from mindspeed_cp.train.bad_steps import BadStepPolicy, with_loss
-from mindspeed_cp.train.checkpoint import CheckpointSaver, Progress, read_manifest, resume
+from mindspeed_cp.train.bad_steps import BadStepPolicy
+from mindspeed_cp.train.checkpoint import Progress, read_manifest, resume, save_checkpoint
+from mindspeed_cp.train.checks import QueueProbe, check_same_start
 from mindspeed_cp.train.comparison import run_comparison
-from mindspeed_cp.train.data_checks import check_same_start
-from mindspeed_cp.train.dispatch import make_dispatcher
-from mindspeed_cp.train.micro_batch_loader import MicroBatchLoader
+from mindspeed_cp.train.micro_batch_loader import MicroBatchLoader, make_dispatcher
 from mindspeed_cp.train.model import TrainingModel, build_training_model
 from mindspeed_cp.train.output import RunWriter, check_tensorboard
-from mindspeed_cp.train.queue_probe import QueueProbe
 from mindspeed_cp.train.run_files import RunFiles
 from mindspeed_cp.train.step import StepChecks, run_step
 from mindspeed_cp.train.step_trace import StepTracer
 from mindspeed_cp.train.stop_request import StopRequest
-from mindspeed_cp.train.summary import summarize_run
 from mindspeed_cp.train.world import World
 
 
@@ -47,6 +43,7 @@ class _Run:
     training: TrainingModel
     files: RunFiles
     stop_request: StopRequest
+    tracer: StepTracer
     writer: RunWriter | None
 
 
@@ -97,63 +94,29 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
         progress, folder, notes = resume(settings, training, world)
         if progress.data is not None:
             stream.load_state_dict(progress.data)
-        stop_request = stack.enter_context(StopRequest())
-        dispatcher = make_dispatcher(settings, training.attentions, world, corpus)
-        tracer = StepTracer(settings, world, training, files, progress.step)
         writer = None
         if world.is_first:
-            before = read_manifest(folder)["settings"] if folder is not None else {}
+            before = None if folder is None else read_manifest(folder)["settings"]
             writer = RunWriter(files, settings, progress.step, before, training.parameters, world.device)
             stack.callback(writer.close)
             for note in filter(None, (training.fused.note(), *notes)):
                 writer.note(note)
+        stop_request = stack.enter_context(StopRequest())
+        dispatcher = make_dispatcher(settings, training.attentions, world, corpus)
         if settings.train.compare and folder is None:
             if writer is not None:
-                writer.note("Comparing algorithms before training (train.compare)")
+                writer.note("comparing algorithms before the training (train.compare)")
             comparison = run_comparison(settings, world, training, new_stream, dispatcher, stop_request)
             if writer is not None:
                 writer.comparison(comparison)
-        run = _Run(settings, world, training, files, stop_request, writer)
+        tracer = StepTracer(settings, world, training, files, progress.step + 1, writer.note if writer else print)
+        run = _Run(settings, world, training, files, stop_request, tracer, writer)
         with MicroBatchLoader(stream, dispatcher, settings, training.attentions, world, stop_request) as batches:
-            progress, saved, stopped_by = _run_steps(run, batches, progress, tracer)
-    if writer is None:
-        return None
-    return summarize_run(settings, files, progress, writer.first_step, saved, stopped_by, corpus)
+            progress, newest, stopped_by = _run_steps(run, batches, progress)
+        return None if writer is None else writer.summary(progress, newest, stopped_by, corpus)
 
 
-def _warm_up_connections(settings: Settings, world: World, training: TrainingModel) -> None:
-    """Let devices connect before the first step.
-
-    The connections are those of a row that is one document and, where a window skips ranks, of shorter documents, which
-    reach over more ranks. Connections that only other rows need are made when these come.
-    """
-    if world.device.type == "cpu":
-        return
-    if world.pool is not None and world.pool.ranks > 1:
-        algorithm, options = settings.context_parallel_suite.algorithm, training_plan_options(settings)
-        # Of several pools; one of all ranks, which few steps are on then, connects when it first comes.
-        pools = 1 if world.subpools is None else world.subpools.count
-        rows = Documents([settings.data.seq_length] * world.replicas_of_plan(pools))
-        plan = build_plan(rows, world.pool_topology(pools), training.attentions[0], algorithm, **options)
-        warm_up(plan, world.plan_group(pools), world.device)
-    if world.cp_size == 1:
-        return
-    suite = settings.context_parallel_suite
-    for attention in dict.fromkeys(training.attentions):
-        for variant in candidate_settings(settings):
-            length = settings.data.seq_length
-            while True:
-                row, algorithm = Documents([length]), variant.context_parallel_suite.algorithm
-                plan = build_plan(row, suite.topology, attention, algorithm, **training_plan_options(variant))
-                warm_up(plan, world.cp_group, world.device)
-                length //= 2
-                if attention.window is None or length < 2 * world.cp_size:
-                    break
-
-
-def _run_steps(
-    run: _Run, batches: MicroBatchLoader, progress: Progress, tracer: StepTracer
-) -> tuple[Progress, Path | None, str | None]:
+def _run_steps(run: _Run, batches: MicroBatchLoader, progress: Progress) -> tuple[Progress, Path | None, str | None]:
     """Run all remaining steps; return the progress, the newest checkpoint and the reason for an early stop."""
     settings, world = run.settings, run.world
     interval, last = settings.checkpoint.save_interval, settings.train.train_iters
@@ -161,38 +124,23 @@ def _run_steps(
     compare_digests = settings.context_parallel_suite.verify_plans or world.pool is not None
     policy, queue = BadStepPolicy(settings), QueueProbe(world.device, world.rank)
     newest = run.files.checkpoint(progress.step) if progress.step else None
-    saver = CheckpointSaver(run.files, run.training, settings, world, newest)
-    try:
-        while progress.step < last:
-            step = progress.step + 1
-            with tracer.step(step, batches) as step_batches:
-                began = time.perf_counter()
-                checks = StepChecks(compare_digests, _canary_of_step(settings, step), queue)
-                result = run_step(
-                    run.training, step_batches, step, world, run.stop_request, checks, policy, progress.losses
-                )
-                seconds = time.perf_counter() - began
-            skipped = result.problem is not None
-            progress = Progress(
-                step=step,
-                tokens=progress.tokens + result.tokens,
-                seconds=progress.seconds + seconds,
-                data=result.data,
-                losses=progress.losses if skipped else with_loss(progress.losses, result.loss),
-                skipped_steps=progress.skipped_steps + skipped,
+    while progress.step < last:
+        step = progress.step + 1
+        with run.tracer.step(step, batches) as step_batches:
+            began = time.perf_counter()
+            checks = StepChecks(compare_digests, _canary_of_step(settings, step), queue)
+            result = run_step(
+                run.training, step_batches, step, world, run.stop_request, checks, policy, progress.losses
             )
-            if run.writer is not None:
-                run.writer.step(step, result, seconds)
-            if result.stop or step == last or (interval and step % interval == 0):
-                saver.save(progress)
-            if result.stop and step < last:  # a request in the last step changes nothing
-                saver.finish()
-                return progress, saver.newest, run.stop_request.reason or "a signal to another rank"
-    except (CorruptionError, DivergenceError):  # all ranks raise these, so they can complete what is written
-        saver.finish()
-        raise
-    saver.finish()
-    return progress, saver.newest, None
+            seconds = time.perf_counter() - began
+        progress = progress.after(result, seconds)
+        if run.writer is not None:
+            run.writer.step(step, result, seconds)
+        if result.stop or step == last or (interval and step % interval == 0):
+            newest = save_checkpoint(run.files, run.training, settings, world, progress)
+        if result.stop and step < last:  # a request in the last step changes nothing
+            return progress, newest, run.stop_request.reason or "a signal to another rank"
+    return progress, newest, None
 
 
 def _canary_of_step(settings: Settings, step: int) -> AttentionCanary | None:
@@ -201,6 +149,22 @@ def _canary_of_step(settings: Settings, step: int) -> AttentionCanary | None:
     if not interval or step % interval:
         return None
     return AttentionCanary(settings.model.num_layers, (settings.train.seed, step), suite.timeout_seconds)
+
+
+def _warm_up_connections(settings: Settings, world: World, training: TrainingModel) -> None:
+    """Let devices connect before the first step, as for rows of one document; connections that only other rows need are
+    made when these come."""
+    if world.device.type == "cpu":
+        return
+    algorithm, options = settings.context_parallel_suite.algorithm, training_plan_options(settings)
+    # Of several pools; one of all ranks, which few steps are on then, connects when it first comes.
+    pools = 1 if world.subpools is None else world.subpools.count
+    for number in (0,) if world.pool is None else (pools, 0):
+        topology = world.pool_topology(number) if number else settings.context_parallel_suite.topology
+        if topology.ranks > 1:
+            rows = Documents([settings.data.seq_length] * world.replicas_of_plan(number))
+            plan = build_plan(rows, topology, training.attentions[0], algorithm, **options)
+            warm_up(plan, world.plan_group(number), world.device)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,11 +20,20 @@ import torch
 from torch import Tensor
 
 from mindspeed_cp.algorithms.plan_cache import PlanCache
+from mindspeed_cp.config.derived import document_cost, mean_layer_cost, training_plan_options
 from mindspeed_cp.config.settings import Settings
-from mindspeed_cp.data import Dispatcher, PackedRow, PackedStream, TreeRow
+from mindspeed_cp.data import (
+    Corpus,
+    Dispatcher,
+    PackedRow,
+    PackedStream,
+    PoolModel,
+    ReplicaBatch,
+    TrajectoryCorpus,
+    TreeRow,
+)
 from mindspeed_cp.engine import prepare
 from mindspeed_cp.engine.hidden_states import hidden_redistribution
-from mindspeed_cp.layout import Documents
 from mindspeed_cp.megatron import PlannedBatchParams, micro_batch_seed, planned_batch, trajectory_batch
 from mindspeed_cp.ops.attention import backend_from_settings
 from mindspeed_cp.plan import AttentionConfig, Plan, Topology, verify_plan
@@ -35,9 +44,6 @@ from mindspeed_cp.train.world import World
 POLL_SECONDS = 0.5  # interval of the checks for a dead thread or a request to stop
 STOP_SECONDS = 5.0  # a rank that is asked to stop keeps waiting so long: the other ranks are in the same step
 END_SECONDS = 5.0  # the thread is abandoned after so long: reading its file may never end
-
-
-Plans = Mapping[AttentionConfig, Plan]  # of a row, by the attention of layers
 
 
 @dataclass(frozen=True)
@@ -51,18 +57,11 @@ class MicroBatch:
             counts.
         flat_tokens: tokens of the row's trajectories, of which trees have some once for several; counted as `tokens`.
         visible_pairs: visible (query, key) pairs of this rank's heads, over all layers.
-        state: state of the data stream behind the global batch of this row.
         planning_seconds: time in which this rank dispatched the global batch (counted in its first row), chose the
             row's algorithm and planned it.
-        plans, cached_plans: number of plans that the row needs, and how many of them were in the cache; counted as
-            `tokens`.
         algorithm_choice: algorithm of these plans.
-        digest: digest of the dispatched global batch; equal on all ranks.
-        content_digest: digest of the tokens of this replica's rows in that batch; equal on all its ranks.
-        sample_digest: digest of the tokens of that batch's first chunk; equal on all ranks.
-        imbalance: modelled time of that batch's slowest replica over the mean.
-        micro_batches: number of micro-batches that this replica has in that batch.
-        pools: number of pools on which the ranks of several replicas compute that batch together; 0: on replicas.
+        global_batch: this replica's part of the global batch, and its dispatch.
+        state: state of the data stream behind it.
     """
 
     batch: dict[str, Tensor]
@@ -71,17 +70,10 @@ class MicroBatch:
     documents: int
     flat_tokens: int
     visible_pairs: int
-    state: dict[str, Any]
     planning_seconds: float
-    plans: int
-    cached_plans: int
     algorithm_choice: RowAlgorithm
-    digest: int = 0
-    content_digest: int = 0
-    sample_digest: int = 0
-    imbalance: float = 1.0
-    micro_batches: int = 1
-    pools: int = 0
+    global_batch: ReplicaBatch
+    state: dict[str, Any]
 
 
 class MicroBatchLoader:
@@ -116,7 +108,7 @@ class MicroBatchLoader:
         self._ready: queue.Queue[MicroBatch | BaseException] = queue.Queue(train.prefetch_micro_batches)
         self._plans = PlanCache(self._prepare)
         self._verifies = False  # this rank proves the plans of the row that is being made
-        self._pools = 0  # number of pools that the plans of these rows are over
+        self._batch: ReplicaBatch  # the one whose micro-batches are being made
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._produce, name="mindspeed-cp-batches", daemon=True)
 
@@ -172,24 +164,9 @@ class MicroBatchLoader:
 
     def _put_batch(self) -> None:
         """Put this replica's micro-batches of the next global batch into the queue."""
-        batch = self._stream.next_batch(self._rows, self._dispatcher)
-        dispatched, count = batch.dispatched, len(batch.rows)
-        self._pools = dispatched.pools
-        for number, row in enumerate(batch.rows):
-            micro = self._make(row)
-            seconds = micro.planning_seconds + (0.0 if number else dispatched.dispatch_seconds)
-            self._ready.put(
-                replace(
-                    micro,
-                    digest=dispatched.digest,
-                    content_digest=batch.content_digest,
-                    sample_digest=batch.sample_digest,
-                    imbalance=dispatched.imbalance,
-                    micro_batches=count,
-                    pools=dispatched.pools,
-                    planning_seconds=seconds,
-                )
-            )
+        self._batch = self._stream.next_batch(self._rows, self._dispatcher)
+        for row in self._batch.rows:
+            self._ready.put(self._make(row))
             if self._ended.is_set():
                 return
 
@@ -208,31 +185,31 @@ class MicroBatchLoader:
     @property
     def _topology_and_rank(self) -> tuple[Topology, int]:
         """The ranks of the plans, and this one among them."""
-        topology = self._world.pool_topology(self._pools) if self._pools else self._suite.topology
-        return topology, self._world.plan_rank(self._pools)
+        pools = self._batch.dispatched.pools
+        topology = self._world.pool_topology(pools) if pools else self._suite.topology
+        return topology, self._world.plan_rank(pools)
 
-    def _planned(self, row: PackedRow) -> tuple[RowAlgorithm, Plans]:
-        """Return the algorithm and the plans of a row."""
+    def _planned(self, row: PackedRow) -> tuple[RowAlgorithm, Mapping[AttentionConfig, Plan]]:
+        """Return the algorithm of a row, and its plans by the attention of layers, from the cache if they are there."""
+        topology, rank = self._topology_and_rank
         # Every rank has the same plans: the ranks of a plan take turns to prove them.
-        turn = row.index // self._world.replicas % self._topology_and_rank[0].ranks
-        self._verifies = self._suite.verify_plans and turn == self._topology_and_rank[1]
+        turn = row.index // self._world.replicas % topology.ranks
+        self._verifies = self._suite.verify_plans and turn == rank
         choice = self._choose(row.documents)
-        return choice, self._plans_of(row.documents, choice)
-
-    def _plans_of(self, documents: Documents, choice: RowAlgorithm) -> Plans:
-        """Return the plans of a row, from the cache if they are there."""
-        topology = self._topology_and_rank[0]
-        return {
-            attention: self._plans.get(documents, topology, attention, choice.algorithm, choice.options)
+        plans = {
+            attention: self._plans.get(row.documents, topology, attention, choice.algorithm, choice.options)
             for attention in self._layers
         }
+        return choice, plans
 
     def _make(self, row: PackedRow) -> MicroBatch:
-        world, pools = self._world, self._pools
-        rank = self._topology_and_rank[1]
-        began, hits = time.perf_counter(), self._plans.hits
+        world, dispatched = self._world, self._batch.dispatched
+        pools, rank = dispatched.pools, self._topology_and_rank[1]
+        began = time.perf_counter()
         choice, plans = self._planned(row)
         planning_seconds = time.perf_counter() - began
+        if row is self._batch.rows[0]:
+            planning_seconds += dispatched.dispatch_seconds
         options: dict[str, Any] = dict(
             rows_multiple=self._rows_multiple,
             dropout_seed=micro_batch_seed(self._seed, row.dropout_stream_id),
@@ -255,9 +232,53 @@ class MicroBatchLoader:
             visible_pairs=sum(
                 layers * int(plans[attention].work_of(rank).sum()) for attention, layers in self._layers.items()
             ),
-            state=self._stream.state_dict(),
             planning_seconds=planning_seconds,
-            plans=counts * len(plans),
-            cached_plans=counts * (self._plans.hits - hits),
             algorithm_choice=choice,
+            global_batch=self._batch,
+            state=self._stream.state_dict(),
         )
+
+
+def make_dispatcher(
+    settings: Settings, attentions: Sequence[AttentionConfig], world: World, corpus: Corpus
+) -> Dispatcher:
+    """Return the dispatcher of `data.balance`.
+
+    Args:
+        settings: settings of the run.
+        attentions: attention of each layer on this tensor-parallel rank.
+        world: this rank among all.
+        corpus: the corpus of the run.
+    """
+    cost = document_cost(settings, attentions)
+    suite, pool = settings.context_parallel_suite, None
+    if world.pool is not None:
+        pool = PoolModel(
+            replica=suite.topology,
+            pool=world.pool,
+            attention=attentions[0],  # layers of different attention cannot share a placement, and are refused
+            layer=mean_layer_cost(settings),
+            layers=len(attentions),
+            options=training_plan_options(settings),
+            stages=world.stages,
+            subpool=None if world.subpools is None else world.subpools.topology,
+        )
+    # Megatron lays expert-parallel groups over consecutive ranks of a pipeline stage, and a replica's part of it is
+    # consecutive ranks. Where experts span replicas, or pools, these wait for each other in every layer and need
+    # equally many micro-batches.
+    has_experts, expert_ranks = settings.model.num_moe_experts is not None, settings.train.expert_model_parallel_size
+    replica_ranks = world.cp_size * world.tp_size
+    pool_ranks = replica_ranks * world.replicas_of_plan(1 if world.subpools is None else world.subpools.count)
+    return Dispatcher(
+        balance=settings.data.balance,
+        replicas=world.replicas,
+        context=settings.data.seq_length,
+        cost=cost,
+        per_micro_batch=cost.per_micro_batch,
+        equal_counts=has_experts and replica_ranks % expert_ranks != 0,
+        equal_pool_counts=has_experts and pool_ranks % expert_ranks != 0,
+        keeps_document_numbers=settings.model.attention_dropout > 0,
+        pool=pool,
+        stages=world.stages,
+        trees=corpus if isinstance(corpus, TrajectoryCorpus) else None,
+    )

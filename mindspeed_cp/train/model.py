@@ -1,4 +1,7 @@
-"""Megatron's GPT with planned attention, its DDP wrapper, optimizer and schedule, from the settings."""
+"""Megatron's GPT with planned attention, its DDP wrapper, optimizer and schedule, from the settings.
+
+A rank holds one part of the model, or one for each virtual stage of its pipeline stage.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +10,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-from mindspeed_cp.config.model import MLA_KEYS, MOE_KEYS, ModelSettings
+from mindspeed_cp.config.derived import layers_of_stage
+from mindspeed_cp.config.model import MLA_KEYS, MOE_KEYS
+from mindspeed_cp.config.rules import VOCAB_SIZE_DIVISIBLE_BY
 from mindspeed_cp.config.settings import Settings
-from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.megatron import layer_attentions, megatron_imports
+from mindspeed_cp.data import VOCAB_SIZE
+from mindspeed_cp.megatron import install, install_model, layer_attentions, local_spec, megatron_imports
 from mindspeed_cp.plan import AttentionConfig
 from mindspeed_cp.train.fused_operators import FusedOperators, choose_fused_operators
-from mindspeed_cp.train.stages import build_stage_models, count_parameters
 from mindspeed_cp.train.world import EXPERT_TENSOR_PARALLEL, World
 
 with megatron_imports():
-    from megatron.core import __version__ as MEGATRON_VERSION
     from megatron.core import tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.transformer.module import Float16Module
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+    from megatron.core.transformer.transformer_layer import TransformerLayer
 
 NOT_CLIPPED = 1e30  # clipping to this changes nothing, and Megatron measures the norm only where it clips
 
@@ -72,7 +80,8 @@ def build_training_model(settings: Settings, world: World) -> TrainingModel:
     config = transformer_config(settings)
     fused = choose_fused_operators(settings, world.device)
     fused.use_in_config(config)
-    models = build_stage_models(settings, config, world, fused)
+    virtual_stages = train.virtual_pipeline_model_parallel_size
+    models = [build_stage_model(settings, config, world, fused, number) for number in range(virtual_stages)]
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=train.use_distributed_optimizer
     )
@@ -95,32 +104,17 @@ def build_training_model(settings: Settings, world: World) -> TrainingModel:
         optimizer=optimizer,
         schedule=_schedule(settings, optimizer),
         fused=fused,
-        parameters=count_parameters(models, settings, world),
+        parameters=_count_parameters(models, settings, world),
     )
 
 
-def _sinks(model: ModelSettings) -> dict[str, str]:
-    """Return Megatron's setting of attention sinks, which older versions do not have."""
-    if model.softmax_type == "vanilla":
-        return {}
-    if not hasattr(TransformerConfig, "softmax_type"):
-        raise ConfigError(
-            f"model.softmax_type is {model.softmax_type!r}, which Megatron-core {MEGATRON_VERSION} does not "
-            "have; valid: vanilla, or Megatron-core 0.16 or later"
-        )
-    return {"softmax_type": model.softmax_type}
-
-
 def transformer_config(settings: Settings) -> TransformerConfig:
-    """Return Megatron's settings of the model.
-
-    Raises:
-        ConfigError: the installed version does not have a setting.
-    """
+    """Return Megatron's settings of the model."""
     model, train = settings.model, settings.train
     dtype = torch.bfloat16 if train.bf16 else torch.float32
     whole_layers = model.recompute_granularity == "full"
-    values = dict(
+    stages, virtual = train.pipeline_model_parallel_size, train.virtual_pipeline_model_parallel_size
+    values: dict[str, Any] = dict(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
         num_attention_heads=model.num_attention_heads,
@@ -135,6 +129,7 @@ def transformer_config(settings: Settings) -> TransformerConfig:
         init_method_std=model.init_method_std,
         hidden_dropout=0.0,
         attention_dropout=model.attention_dropout,
+        softmax_type=model.softmax_type,
         window_size=None if model.window_size is None else tuple(model.window_size),
         window_attn_skip_freq=model.window_attn_skip_freq,
         recompute_granularity=model.recompute_granularity,
@@ -144,7 +139,12 @@ def transformer_config(settings: Settings) -> TransformerConfig:
         params_dtype=dtype,
         pipeline_dtype=dtype,
         tensor_model_parallel_size=train.tensor_model_parallel_size,
-        **_stages(settings),
+        pipeline_model_parallel_size=stages,
+        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+        variable_seq_lengths=stages > 1,  # micro-batches differ in the rows of a rank
+        # Of two stages, each is before and behind the other: batched messages in both directions would be mixed up.
+        overlap_p2p_comm=virtual > 1,
+        batch_p2p_comm=virtual == 1,
         sequence_parallel=train.sequence_parallel,
         context_parallel_size=settings.context_parallel_suite.context_parallel_size,
         deterministic_mode=train.deterministic_mode,
@@ -156,48 +156,101 @@ def transformer_config(settings: Settings) -> TransformerConfig:
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        **_sinks(model),
-        **_latent(model),
-        **_experts(settings),
     )
-    kind = MLATransformerConfig if model.multi_latent_attention else TransformerConfig
+    if model.num_moe_experts is not None:
+        values |= {key: getattr(model, key) for key in ("num_moe_experts", *MOE_KEYS)}
+        values |= dict(
+            moe_ffn_hidden_size=model.resolved_moe_ffn_hidden_size,
+            moe_router_dtype="fp32",
+            expert_model_parallel_size=train.expert_model_parallel_size,
+            expert_tensor_parallel_size=EXPERT_TENSOR_PARALLEL,
+        )
+    kind = TransformerConfig
+    if model.multi_latent_attention:
+        kind = MLATransformerConfig
+        values |= {"rotary_base": model.rotary_base, **{key: getattr(model, key) for key in MLA_KEYS}}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="full scope is deprecated")  # Megatron's warning on its own default
         return kind(**values)
 
 
-def _stages(settings: Settings) -> dict[str, Any]:
-    """Return Megatron's settings of pipeline stages."""
-    stages, virtual = settings.train.pipeline_model_parallel_size, settings.train.virtual_pipeline_model_parallel_size
-    return {
-        "pipeline_model_parallel_size": stages,
-        "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None,
-        "variable_seq_lengths": stages > 1,  # micro-batches differ in the rows of a rank
-        # Of two stages, each is before and behind the other: batched messages in both directions would be mixed up.
-        "overlap_p2p_comm": virtual > 1,
-        "batch_p2p_comm": virtual == 1,
-    }
+class SeededLayer(TransformerLayer):
+    """A layer whose initial weights depend on its seed only, not on the layers that its rank makes before it.
+
+    Args:
+        initial_seed: seed of the CPU's generator while the layer is made.
+        arguments: those of TransformerLayer.
+    """
+
+    def __init__(self, *arguments: Any, initial_seed: int, **named: Any) -> None:
+        torch.default_generator.manual_seed(initial_seed)
+        super().__init__(*arguments, **named)
 
 
-def _latent(model: ModelSettings) -> dict[str, Any]:
-    """Return Megatron's settings of multi-latent attention."""
-    if not model.multi_latent_attention:
-        return {}
-    return {"rotary_base": model.rotary_base, **{key: getattr(model, key) for key in MLA_KEYS}}
+def build_stage_model(
+    settings: Settings, config: TransformerConfig, world: World, fused: FusedOperators, number: int
+) -> GPTModel:
+    """Return the part of the model in virtual stage `number` of this rank, on its device, with planned attention.
+
+    A weight has the same initial value for any number of ranks and stages.
+
+    Raises:
+        ConfigError: Megatron or planned attention cannot honour a setting.
+    """
+    model, seed = settings.model, settings.train.seed
+    virtual_stages = settings.train.virtual_pipeline_model_parallel_size
+    alibi = model.position_embedding_type == "alibi"
+    vp_stage = number if virtual_stages > 1 else None
+    layers = layers_of_stage(model.num_layers, world.stages, virtual_stages, world.stage, number)
+    spec = install(local_spec(config, vp_stage, norm=fused.norm), settings.context_parallel_suite, alibi=alibi)
+    torch.default_generator.manual_seed(seed)
+    gpt = GPTModel(
+        config,
+        _seeded(spec, seed, layers),
+        # The padding does not depend on tensor-parallel ranks, as padded rows take part in the softmax.
+        vocab_size=-(-VOCAB_SIZE // VOCAB_SIZE_DIVISIBLE_BY) * VOCAB_SIZE_DIVISIBLE_BY,
+        max_sequence_length=settings.data.seq_length,
+        pre_process=layers.start == 0,
+        post_process=layers.stop == model.num_layers,
+        position_embedding_type="none" if alibi else model.position_embedding_type,
+        rotary_base=model.rotary_base,
+        share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+        vp_stage=vp_stage,
+    )
+    numbers = [layer.layer_number - 1 for layer in gpt.decoder.layers]
+    if numbers != list(layers):
+        raise NotImplementedError(f"Megatron gives virtual stage {number} the layers {numbers}, not {list(layers)}")
+    install_model(gpt)
+    fused.use_in_model(gpt)
+    return gpt.to(world.device)
 
 
-def _experts(settings: Settings) -> dict[str, Any]:
-    """Return Megatron's settings of experts."""
-    model = settings.model
-    if model.num_moe_experts is None:
-        return {}
-    return {
-        **{key: getattr(model, key) for key in ("num_moe_experts", *MOE_KEYS)},
-        "moe_ffn_hidden_size": model.resolved_moe_ffn_hidden_size,
-        "moe_router_dtype": "fp32",
-        "expert_model_parallel_size": settings.train.expert_model_parallel_size,
-        "expert_tensor_parallel_size": EXPERT_TENSOR_PARALLEL,
-    }
+def _seeded(spec: TransformerBlockSubmodules, seed: int, layers: Sequence[int]) -> TransformerBlockSubmodules:
+    """Return the spec with a seed for each layer, which depends on the run's and on the layer's number."""
+    specs = [
+        ModuleSpec(
+            module=SeededLayer,
+            params={**layer.params, "initial_seed": int(np.random.SeedSequence([seed, number]).generate_state(1)[0])},
+            submodules=layer.submodules,
+        )
+        for layer, number in zip(spec.layer_specs, layers, strict=True)
+    ]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=spec.layer_norm)
+
+
+def _count_parameters(models: Sequence[nn.Module], settings: Settings, world: World) -> int:
+    """Return the number of weights of the whole model, shared ones counted once; every rank must call it.
+
+    Tensor-parallel ranks hold parts of matrices, a rank holds only its own experts, and the last pipeline stage may
+    hold a copy of the first one's embedding.
+    """
+    total = 0
+    for name, parameter in (named for model in models for named in model.named_parameters()):
+        if not getattr(parameter, "shared", False):
+            shared_by = world.tp_size if getattr(parameter, "tensor_model_parallel", False) else 1
+            is_expert = ".local_experts." in name
+            total += parameter.numel() * (settings.train.expert_model_parallel_size if is_expert else shared_by)
+    return int(world.gather([float(total)])[:: world.stage_size].sum())
 
 
 def optimizer_config(settings: Settings) -> OptimizerConfig:

@@ -1,4 +1,4 @@
-"""What the first rank writes and shows for each step: metrics.jsonl, settings.yaml, TensorBoard, and a bar or lines."""
+"""What the first rank writes and shows: metrics.jsonl, settings.yaml, TensorBoard, lines, and the summary."""
 
 from __future__ import annotations
 
@@ -8,29 +8,31 @@ import json
 import math
 import os
 import sys
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bar
+import yaml
 
+from mindspeed_cp.config.data import POOL
 from mindspeed_cp.config.settings import Settings
+from mindspeed_cp.data import Corpus
 from mindspeed_cp.device.select import cann_version, unknown_cann_note
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.report.text import output_width, wrap_text
-from mindspeed_cp.train.comparison import comparison_text
-from mindspeed_cp.train.identity import changed_settings, run_complete_note
-from mindspeed_cp.train.run_files import RunFiles, error_text, iter_metrics, truncate_metrics, write_json, write_text
+from mindspeed_cp.report.text import Table, format_count, print_tables, wrap_text
+from mindspeed_cp.train.checkpoint import Progress
+from mindspeed_cp.train.comparison import comparison_sentence, comparison_table
+from mindspeed_cp.train.identity import changed_settings
+from mindspeed_cp.train.run_files import RunFiles, truncate_metrics, write_text
 from mindspeed_cp.train.step import StepResult
 from mindspeed_cp.train.world import unused_accelerator
 
-WIDE = 120  # columns of a terminal on which steps are shown with norm of gradients and learning rate
+LAST_STEPS = 10  # averaged, because the loss of a single step depends on its documents
 
 
 def check_tensorboard(settings: Settings) -> None:
@@ -48,12 +50,9 @@ class RunWriter:
     Args:
         files, settings: of the run.
         step: number of steps done before this start.
-        before: settings with which the checkpoint was written that the run goes on from; empty: there is none.
+        before: settings with which the checkpoint was written that the run goes on from; None: there is none.
         parameters: weights of the model.
         device: device of the ranks.
-
-    Attributes:
-        first_step: number of steps done before this start.
     """
 
     def __init__(
@@ -61,11 +60,11 @@ class RunWriter:
         files: RunFiles,
         settings: Settings,
         step: int,
-        before: dict[str, Any],
+        before: dict[str, Any] | None,
         parameters: int,
         device: torch.device,
     ) -> None:
-        self._files, self._settings, self.first_step = files, settings, step
+        self._files, self._settings = files, settings
         truncate_metrics(files.metrics, step)
         self._file = open(files.metrics, "a", encoding="utf-8")  # noqa: SIM115 (closed by `close`)
         self._tensorboard: Any = None
@@ -74,18 +73,22 @@ class RunWriter:
 
             # Events of later steps, of an abandoned future, are not shown.
             self._tensorboard = SummaryWriter(str(files.tensorboard), purge_step=step + 1)
-        self._has_settings = False  # written after the first step: a start that fails earlier keeps settings.yaml
-        self._changed = changed_settings(before, settings)
-        self._display = Display(
-            settings.output.progress, step, settings.train.train_iters, settings.output.log_interval
-        )
+        self._changed = [] if before is None else changed_settings(before, settings)
+        self._seconds: deque[float] = deque(maxlen=20)  # of the latest steps
+        self._totals: dict[str, float] = defaultdict(int)  # over the steps of this start
+        self._losses: list[float] = []
+        self._comparison: dict[str, Any] | None = None
         suite = settings.context_parallel_suite
         algorithms = ", or by row ".join((suite.algorithm, *suite.row_candidates))
+        is_complete = step >= settings.train.train_iters
         for note in (
             f"{parameters:,} parameters, context {settings.data.seq_length:,} over {suite.context_parallel_size} ranks "
             f"({algorithms}) on {device.type}{f', resumed after step {step}' if step else ''}",
             self._changed and f"this run was last started with other settings: {'; '.join(self._changed)}",
-            run_complete_note(files, settings) if step >= settings.train.train_iters else None,
+            "this run is complete, so nothing is done: to go on, raise train.train_iters and set train.lr_decay_iters; "
+            "to start anew, give another output.folder"
+            if is_complete
+            else None,
             unknown_cann_note(cann_version()) if device.type == "npu" else None,
             unused_accelerator(device),
         ):
@@ -94,80 +97,120 @@ class RunWriter:
 
     def step(self, step: int, result: StepResult, seconds: float) -> None:
         """Write and show one step."""
-        settings = self._settings
         line: dict[str, Any] = {
             "step": step,
             "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "loss": result.loss,
-            "grad_norm": result.grad_norm,
+            **{name: value if math.isfinite(value) else None  # JSON has no NaN
+               for name, value in (("loss", result.loss), ("grad_norm", result.grad_norm))},
             "lr": result.lr,
-            "tokens": result.tokens,
-            "tokens_per_s": result.tokens / seconds,
-            "imbalance": result.imbalance,
             "seconds": seconds,
-            "documents": result.documents,
-            **({"flat_tokens": result.flat_tokens} if settings.data.trajectories else {}),
-            "replica_imbalance": result.replica_imbalance,
-            **({"pooled": result.pools} if settings.data.balance == "pool" else {}),
-            "planning_seconds": result.planning_seconds,
-            "waiting_seconds": result.waiting_seconds,
-            "plans": result.plans,
-            "cached_plans": result.cached_plans,
-        }
+            "tokens_per_s": result.figures["tokens"] / seconds,
+            **result.figures,
+        }  # fmt: skip
         if result.problem is not None:
             line["problem"] = result.problem
             self.note(f"step {step}: {result.problem}; its update was left out")
         if self._changed:
             line["changed_settings"], self._changed = self._changed, []
-        if settings.context_parallel_suite.row_candidates:
-            line["algorithms"] = result.algorithms  # those of the first replica's rows
-        for key in ("loss", "grad_norm"):  # JSON has no NaN
-            line[key] = line[key] if math.isfinite(line[key]) else None
-        self._check_present()
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
-        for key, value in line.items() if self._tensorboard is not None else ():
-            if isinstance(value, (int, float)) and key != "step":
-                self._tensorboard.add_scalar(key, value, step)
-        if not self._has_settings:
-            import yaml
-
-            write_text(self._files.settings, yaml.safe_dump(settings.model_dump(), sort_keys=False))
-            self._has_settings = True
-        self._display.step(line)
-
-    def _check_present(self) -> None:
-        """Raise ConfigError if metrics.jsonl is no longer in the folder: all that is written would be lost."""
         if os.fstat(self._file.fileno()).st_nlink == 0:
             raise ConfigError(
                 f"{self._files.metrics}: was removed while the run wrote it; what was in it is lost, and the run ends: "
                 "leave the folder alone, and start it again"
             )
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        for key, value in line.items() if self._tensorboard is not None else ():
+            if isinstance(value, (int, float)) and key != "step":
+                self._tensorboard.add_scalar(key, value, step)
+        if not self._seconds:  # not earlier: a start that fails at once keeps the settings of the one before
+            write_text(self._files.settings, yaml.safe_dump(self._settings.model_dump(mode="json"), sort_keys=False))
+        self._add(line)
+        self._show(line)
+
+    def _add(self, line: dict[str, Any]) -> None:
+        """Add a line to the totals of this start."""
+        if line["loss"] is not None:
+            self._losses.append(line["loss"])
+        if not self._seconds:
+            line = line | {"waiting_seconds": 0.0}  # nothing could be computed while the first batch was made
+        self._seconds.append(line["seconds"])
+        for name in ("tokens", "flat_tokens", "documents", "seconds", "planning_seconds", "waiting_seconds"):
+            self._totals[name] += line[name]
+        for name in ("imbalance", "replica_imbalance"):
+            self._totals[name] += line[name] * line["tokens"]
+        self._totals["steps"] += 1
+        self._totals["pooled_steps"] += line["pooled"] > 0
+
+    def _show(self, line: dict[str, Any]) -> None:
+        step, steps, interval = line["step"], self._settings.train.train_iters, self._settings.output.log_interval
+        if not interval or (step not in (1, steps) and step % interval):
+            return
+        seconds = round(median(self._seconds) * (steps - step))
+        left = f"  eta {seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}" if step < steps else ""
+        loss = "-" if line["loss"] is None else f"{line['loss']:.4f}"
+        self.note(
+            f"step {step}/{steps}  loss {loss}  {line['tokens_per_s']:,.0f} tokens/s  imbalance "
+            f"{line['imbalance']:.3f}{left}"
+        )
 
     def note(self, text: str) -> None:
-        """Show a line that is not about one step."""
-        self._display.note(text)
+        """Show a text, unless output.log_interval is 0."""
+        if self._settings.output.log_interval:
+            with ignore_closed_terminal():
+                print(wrap_text(text), flush=True)
 
     def comparison(self, comparison: dict[str, Any]) -> None:
         """Keep the comparison of algorithms for the summary, and show it."""
-        write_json(self._files.comparison, comparison)
-        self.note(comparison_text(comparison))
+        self._comparison = comparison
+        if self._settings.output.log_interval:
+            with ignore_closed_terminal():
+                print_tables([comparison_table(comparison)], sys.stdout)
+
+    def summary(self, progress: Progress, saved: Path | None, stopped_by: str | None, corpus: Corpus) -> dict[str, Any]:
+        """Write summary.json and return its content; sums and means are of the steps of this start.
+
+        Args:
+            progress: state after the last step.
+            saved: folder of the newest checkpoint.
+            stopped_by: reason for a stop before the last step, or None.
+            corpus: the training documents.
+        """
+        totals, settings, losses = self._totals, self._settings, self._losses[-LAST_STEPS:]
+        context = settings.data.seq_length
+        longer = corpus.lengths[corpus.lengths > context]
+        summary = {
+            "step": progress.step,
+            "steps": settings.train.train_iters,
+            "stopped_by": stopped_by,
+            "first_loss": self._losses[0] if losses else None,
+            "last_loss": sum(losses) / len(losses) if losses else None,
+            "skipped_steps": progress.skipped_steps,
+            "tokens": progress.tokens,
+            "seconds": progress.seconds,
+            "tokens_per_s": totals["tokens"] / totals["seconds"] if totals["seconds"] else None,
+            **{
+                name: totals[name] / totals["tokens"] if totals["tokens"] else None
+                for name in ("imbalance", "replica_imbalance")
+            },
+            **{name: totals[name] for name in ("planning_seconds", "waiting_seconds", "documents")},
+            "pool": [totals["pooled_steps"], totals["steps"]] if settings.data.balance == POOL else None,
+            "tree_tokens": [totals["tokens"], totals["flat_tokens"]] if settings.data.trajectories else None,
+            "corpus_documents": len(corpus.lengths),
+            "cut_documents": len(longer),
+            "document_chunks": int((-(-longer // context)).sum()),
+            "context": context,
+            "comparison": self._comparison,
+            "metrics": str(self._files.metrics),
+            "checkpoint": str(saved) if saved else None,
+        }
+        write_text(self._files.summary, json.dumps(summary, indent=1, allow_nan=False) + "\n")
+        return summary
 
     def close(self) -> None:
-        """Draw loss.png, close metrics.jsonl and end the display."""
+        """Close metrics.jsonl and TensorBoard's events."""
         self._file.close()
         if self._tensorboard is not None:
             self._tensorboard.close()
-        if self._settings.output.loss_png:
-            from mindspeed_cp.report.run.charts import draw_training_curves
-
-            try:
-                lines = list(iter_metrics(self._files.metrics))
-                if lines:
-                    draw_training_curves(lines, self._files.loss_png, self._files.folder.name)
-            except Exception as error:  # no picture may end a run
-                self.note(f"{self._files.loss_png} is not up to date: {error_text(error)}")
-        self._display.close()
 
 
 @contextmanager
@@ -183,65 +226,52 @@ def ignore_closed_terminal() -> Iterator[None]:
         os.close(null_device)
 
 
-class Display:
-    """Shows steps: a bar on a terminal, lines elsewhere, with the time that is left.
-
-    Args:
-        kind: output.progress: auto, bar, lines or none.
-        step: number of steps done before.
-        steps: number of steps of the run.
-        interval: number of steps between lines.
-    """
-
-    def __init__(self, kind: str, step: int, steps: int, interval: int) -> None:
-        self._is_silent, self._steps, self._interval = kind == "none", steps, interval
-        self._seconds: deque[float] = deque(maxlen=20)  # of the latest steps
-        self._bar: Bar | None = None
-        if kind == "bar" or (kind == "auto" and sys.stdout.isatty()):
-            columns = (
-                TextColumn("step"), MofNCompleteColumn(), BarColumn(20 if output_width() >= WIDE else 4),
-                TextColumn("{task.fields[figures]}"), TextColumn("eta"), TimeRemainingColumn(),
-            )  # fmt: skip
-            self._bar = Bar(*columns, console=Console(force_terminal=True), speed_estimate_period=120)
-            self._task = self._bar.add_task("", total=steps, completed=step, figures="starting")
-            self._bar.start()
-
-    def step(self, line: dict[str, Any]) -> None:
-        """Show a line of metrics.jsonl."""
-        step = line["step"]
-        self._seconds.append(line["seconds"])
-        if self._bar is not None:
-            with ignore_closed_terminal():
-                self._bar.update(self._task, completed=step, figures=_figures(line))
-        elif step == 1 or step == self._steps or step % self._interval == 0:
-            seconds = round(median(self._seconds) * (self._steps - step))
-            left = f"  eta {seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}" if step < self._steps else ""
-            self.note(f"step {step}/{self._steps}  {_figures(line)}{left}")
-
-    def note(self, text: str) -> None:
-        """Show a text that is not about one step."""
-        with ignore_closed_terminal():
-            if self._bar is not None:
-                self._bar.console.print(text, markup=False, highlight=False)
-            elif not self._is_silent:
-                print(wrap_text(text), flush=True)
-
-    def close(self) -> None:
-        """End the display."""
-        if self._bar is not None:
-            with ignore_closed_terminal():
-                self._bar.stop()
+def print_summary(summary: dict[str, Any], *, as_json: bool) -> None:
+    """Print a summary: as JSON, or as a table and, below it, what the comparison showed and why the run stopped."""
+    with ignore_closed_terminal():
+        if as_json:
+            print(json.dumps(summary), flush=True)
+            return
+        print_tables([_summary_table(summary)], sys.stdout)
+        if summary["comparison"] is not None and (sentence := comparison_sentence(summary["comparison"])):
+            print(wrap_text(sentence), flush=True)
+        if summary["stopped_by"] is not None:
+            text = (
+                f"stopped by {summary['stopped_by']} after step {summary['step']}; the state is in "
+                f"{summary['checkpoint']}, and the same command goes on from there"
+            )
+            print(wrap_text(text), flush=True)
 
 
-def _figures(line: dict[str, Any]) -> str:
-    text = (
-        f"loss {_figure(line['loss'], '.4f')}  {line['tokens_per_s']:,.0f} tokens/s  imbalance {line['imbalance']:.3f}"
-    )
-    if output_width() < WIDE:
-        return text
-    return f"{text}  grad {_figure(line['grad_norm'], '.3f')}  lr {line['lr']:.2e}"
-
-
-def _figure(value: float | None, form: str) -> str:
-    """Return a figure; that of a skipped step may be missing."""
-    return "-" if value is None else format(value, form)
+def _summary_table(summary: dict[str, Any]) -> Table:
+    s = summary
+    rows = [("steps", f"{s['step']:,} of {s['steps']:,}")]
+    if s["last_loss"] is not None:
+        last = f"{s['last_loss']:.3f} on average in the last {min(LAST_STEPS, s['step'])}"
+        rows.append(("loss", f"{s['first_loss']:.3f} in the first step, {last}"))
+    rows.append(("tokens", format_count(s["tokens"])))
+    if s["tokens_per_s"] is not None:
+        rows += [
+            ("speed", f"{s['tokens_per_s']:,.0f} tokens/s"),
+            ("imbalance", f"{s['imbalance']:.3f} (attention work of the slowest rank / mean)"),
+            ("replicas", f"{s['replica_imbalance']:.3f} (modelled time of the slowest replica / mean)"),
+            (
+                "planning",
+                f"{s['planning_seconds']:,.2f} s ahead of the steps, which waited {s['waiting_seconds']:,.2f} s for "
+                "batches",
+            ),
+        ]
+    if s["pool"] is not None:
+        pooled, steps = s["pool"]
+        rows.append(("pool", f"taken in {pooled:,} of {steps:,} steps, where it was modelled to be faster"))
+    if s["tree_tokens"] is not None:
+        tokens, flat = s["tree_tokens"]
+        less = f", {1 - tokens / flat:.0%} less" if flat else ""
+        text = f"{format_count(tokens)} tokens were computed for {format_count(flat)} of trajectories"
+        rows.append(("trees", text + less))
+    else:
+        text = f"{s['cut_documents']:,} of {s['corpus_documents']:,} are longer than the context of {s['context']:,}"
+        chunks = f", and become {s['document_chunks']:,} chunks" if s["cut_documents"] else ""
+        rows.append(("cut documents", text + chunks))
+    rows += [(key.replace("_", " "), str(s[key])) for key in ("skipped_steps", "metrics", "checkpoint") if s[key]]
+    return Table("Summary", ("", ""), tuple(rows))

@@ -1,8 +1,7 @@
 """The files of a run: their paths, and writing that never shows a reader an incomplete file.
 
 <output.folder>/
-  settings.yaml  metrics.jsonl  loss.png  summary.json  .lock
-  comparison.json (train.compare)
+  settings.yaml  metrics.jsonl  summary.json  .lock
   trace/         steps of output.trace_steps
   tensorboard/   events (output.tensorboard)
   checkpoints/   iter_0000050/   latest
@@ -37,7 +36,7 @@ class RunFiles:
         folder: output.folder.
         checkpoints, latest: folder of the checkpoints, and the file with the name of the newest complete one.
         tensorboard: folder of TensorBoard's events.
-        metrics, loss_png, settings, comparison, summary: the other files of the folder.
+        metrics, settings, summary: the other files of the folder.
 
     Raises:
         ConfigError: The folder starts with ~user, and there is no such user.
@@ -54,9 +53,7 @@ class RunFiles:
         self.latest = self.checkpoints / "latest"
         self.tensorboard = self.folder / "tensorboard"
         self.metrics = self.folder / "metrics.jsonl"
-        self.loss_png = self.folder / "loss.png"
         self.settings = self.folder / "settings.yaml"
-        self.comparison = self.folder / "comparison.json"
         self.summary = self.folder / "summary.json"
 
     def checkpoint(self, step: int) -> Path:
@@ -124,17 +121,6 @@ def disk_error(error: BaseException, folder: Path) -> DiskError:
     )
 
 
-@contextmanager
-def disk_errors_for(folder: Path) -> Iterator[None]:
-    """Raise every OSError of this block as a DiskError that names the folder."""
-    try:
-        yield
-    except DiskError:
-        raise
-    except OSError as error:
-        raise disk_error(error, folder) from None
-
-
 def write_text(path: Path, text: str) -> None:
     """Replace a file atomically: readers see the old or the new text, also after a power failure.
 
@@ -148,9 +134,11 @@ def write_text(path: Path, text: str) -> None:
             file.flush()
             os.fsync(file.fileno())
 
-    with disk_errors_for(path.parent):
+    try:
         replace_file(path, write)
         sync_folder(path.parent)
+    except OSError as error:
+        raise disk_error(error, path.parent) from None
 
 
 def sync_folder(folder: Path) -> None:
@@ -162,47 +150,34 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def write_json(path: Path, value: Any) -> None:
-    """Replace a file by JSON, atomically."""
-    write_text(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
-
-
-def iter_metrics(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines of metrics.jsonl, none without a file. An incomplete last line is left out.
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of metrics.jsonl, none without a file. An incomplete last line is left out.
 
     Raises:
         ConfigError: Another line is damaged, or the file cannot be read.
     """
     try:
-        with open(path, "rb") as file:
-            for number, line in enumerate(file, 1):
-                value = _metrics_line(line)
-                if value is not None:
-                    yield value
-                elif line.endswith(b"\n"):
-                    raise ConfigError(
-                        f"{path}: line {number} is damaged: {line.strip()[:40]!r} is no JSON mapping with a whole "
-                        "number `step`; mend or remove that line"
-                    )
+        lines = path.read_bytes().splitlines(keepends=True)
     except (FileNotFoundError, NotADirectoryError):
-        return
+        return []
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error_text(error)}; make it readable, or move it away") from None
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl; see `iter_metrics`. Those of a long run take much memory."""
-    return list(iter_metrics(path))
-
-
-def _metrics_line(line: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) and type(value.get("step")) is int else None
+    values = []
+    for number, line in enumerate(lines, 1):
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            value = None
+        if isinstance(value, dict) and type(value.get("step")) is int:
+            values.append(value)
+        elif line.endswith(b"\n"):
+            raise ConfigError(
+                f"{path}: line {number} is damaged: {line.strip()[:40]!r} is no JSON mapping with a whole number "
+                "`step`; mend or remove that line"
+            )
+    return values
 
 
 def truncate_metrics(path: Path, last_step: int) -> None:
     """Remove the lines after a step, so that a resumed run writes each step once."""
-    write_text(path, "".join(json.dumps(line) + "\n" for line in iter_metrics(path) if line["step"] <= last_step))
+    write_text(path, "".join(json.dumps(line) + "\n" for line in read_metrics(path) if line["step"] <= last_step))

@@ -23,10 +23,9 @@ from mindspeed_cp.megatron.adaptors.loss import REPORT_KEY
 from mindspeed_cp.megatron.adaptors.trajectories import LABEL_ROWS
 from mindspeed_cp.schema.messages import name_ranks
 from mindspeed_cp.train.bad_steps import BadStepPolicy
-from mindspeed_cp.train.data_checks import check_calls, check_digests
+from mindspeed_cp.train.checks import QueueProbe, check_calls, check_digests
 from mindspeed_cp.train.micro_batch_loader import MicroBatch
 from mindspeed_cp.train.model import TrainingModel
-from mindspeed_cp.train.queue_probe import QueueProbe
 from mindspeed_cp.train.stop_request import StopRequest
 from mindspeed_cp.train.world import World
 
@@ -34,19 +33,10 @@ with megatron_imports():
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
 #: Fields of MicroBatch that a step adds up.
-_SUMMED_FIELDS = ("visible_pairs", "tokens", "documents", "flat_tokens", "planning_seconds", "plans", "cached_plans")
+_SUMMED_FIELDS = ("visible_pairs", "tokens", "documents", "flat_tokens", "planning_seconds")
+_DIGESTS = ("digest", "content_digest", "sample_digest")  # of the global batch, which ranks compare
 #: Columns of the table that ranks gather in a step, one row for each rank.
-_DIGESTS = ("digest", "content_digest", "sample_digest")  # fields of MicroBatch that ranks compare
-_COLUMNS = (
-    "loss",
-    "counted",
-    *_SUMMED_FIELDS,
-    "waiting_seconds",
-    *_DIGESTS,
-    "calls",
-    "stop",
-    "gradient",
-)
+_COLUMNS = ("loss", "counted", *_SUMMED_FIELDS, "waiting_seconds", *_DIGESTS, "calls", "stop", "gradient")
 
 
 @dataclass(frozen=True)
@@ -70,32 +60,19 @@ class StepSums:
 
     Attributes:
         loss: mean over all counted tokens.
-        tokens, documents: their numbers in the step's rows.
-        flat_tokens: tokens of the trajectories in the step's rows; without trajectories equal to `tokens`.
-        imbalance: attention work of the slowest rank over the mean.
-        replica_imbalance: modelled time of the slowest replica over the mean.
-        pools: number of pools on which the ranks of several replicas computed the step together; 0: on replicas.
-        planning_seconds: dispatch and planning, in the loader's thread, on the rank where they took longest.
-        waiting_seconds: time that the training thread waited for micro-batches, on the rank where it waited longest.
-        plans, cached_plans: number of plans of all replicas, and how many of them were in the cache.
-        algorithms: number of this replica's rows by algorithm.
+        figures: for metrics.jsonl: `tokens`, `documents` and `flat_tokens` (of the trajectories; without trajectories
+            the tokens) of the step's rows; `imbalance`, attention work of the slowest rank over the mean;
+            `replica_imbalance`, modelled time of the slowest replica over the mean; `pooled`, the number of pools on
+            which the ranks of several replicas computed the step together, 0: on replicas; `planning_seconds` in the
+            loader's thread and `waiting_seconds` of the training thread for micro-batches, each on the rank where they
+            took longest; `algorithms`, the number of this replica's rows by algorithm.
         stop: True if any rank was asked to stop.
         data: state of the data stream behind the step's last row.
         nonfinite: what is not finite in loss or gradients, and on which ranks; None: nothing.
     """
 
     loss: float
-    tokens: int
-    documents: int
-    flat_tokens: int
-    imbalance: float
-    replica_imbalance: float
-    pools: int
-    planning_seconds: float
-    waiting_seconds: float
-    plans: int
-    cached_plans: int
-    algorithms: dict[str, int]
+    figures: dict[str, Any]
     stop: bool
     data: dict[str, Any]
     nonfinite: str | None
@@ -191,14 +168,8 @@ def forward_backward(
     with timed_span("gather"):
         table = world.gather(
             [
-                *(
-                    loss,
-                    counted,
-                    *feed.sums.values(),
-                    feed.waiting_seconds,
-                    *feed.digests,
-                    calls_digest(world.plan_group(feed.pools)),
-                ),
+                *(loss, counted, *feed.sums.values(), feed.waiting_seconds, *feed.digests),
+                calls_digest(world.plan_group(feed.pools)),
                 *(float(stop_request.reason is not None), gradient_norm(training.ddp_models)),
             ]
         )
@@ -264,23 +235,16 @@ def _sums(ranks: dict[str, Tensor], feed: _MicroBatchFeed, world: World, nonfini
 
     # Tensor-parallel ranks hold the same tokens, and all pipeline stages but the last have no loss.
     loss, counted, pairs = (ranks[name][:: world.tp_size] for name in ("loss", "counted", "visible_pairs"))
-    return StepSums(
-        loss=float(loss.sum() / counted.sum().clamp(min=1)),
-        tokens=total("tokens"),
-        documents=total("documents"),
-        flat_tokens=total("flat_tokens"),
-        imbalance=float(pairs.max() / pairs.mean()) if pairs.sum() else 1.0,
-        replica_imbalance=feed.imbalance,
-        pools=feed.pools,
-        planning_seconds=float(ranks["planning_seconds"].max()),
-        waiting_seconds=float(ranks["waiting_seconds"].max()),
-        plans=total("plans"),
-        cached_plans=total("cached_plans"),
-        algorithms=dict(feed.algorithms),
-        stop=bool(torch.any(ranks["stop"] > 0)),
-        data=feed.state,
-        nonfinite=nonfinite,
-    )
+    figures = {
+        **{name: total(name) for name in ("tokens", "documents", "flat_tokens")},
+        "imbalance": float(pairs.max() / pairs.mean()) if pairs.sum() else 1.0,
+        "replica_imbalance": feed.imbalance,
+        "pooled": feed.pools,
+        **{name: float(ranks[name].max()) for name in ("planning_seconds", "waiting_seconds")},
+        "algorithms": dict(feed.algorithms),
+    }
+    mean = float(loss.sum() / counted.sum().clamp(min=1))
+    return StepSums(mean, figures, bool(torch.any(ranks["stop"] > 0)), feed.state, nonfinite)
 
 
 class _MicroBatchFeed:
@@ -301,8 +265,9 @@ class _MicroBatchFeed:
         self.sums, self.waiting_seconds = dict.fromkeys(_SUMMED_FIELDS, 0.0), 0.0
         self.algorithms: Counter[str] = Counter()
         first = self._take()
-        self.micro_batches, self.imbalance, self.pools = first.micro_batches, first.imbalance, first.pools
-        self.digests = [float(getattr(first, name)) for name in _DIGESTS]
+        batch, dispatched = first.global_batch, first.global_batch.dispatched
+        self.micro_batches, self.imbalance, self.pools = len(batch.rows), dispatched.imbalance, dispatched.pools
+        self.digests = list(map(float, (dispatched.digest, batch.content_digest, batch.sample_digest)))
         self.state = first.state
         self._first: MicroBatch | None = first
         self._taken = 0

@@ -1,18 +1,14 @@
-"""Traces of the steps that the settings name: what `mindspeed-cp report` compares with the model.
+"""Traces of the steps that output.trace_steps names: what `mindspeed-cp report` compares with the model.
 
 A traced step begins with a barrier, so that the clocks of all ranks begin together. In it the engine and this module
-record time spans (:mod:`mindspeed_cp.engine.recorder`); after it each rank writes a file.
+record time spans (:mod:`mindspeed_cp.engine.recorder`); after it the first rank writes the file.
 """
 
 from __future__ import annotations
 
-import errno
 import itertools
-import os
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from functools import wraps
 from typing import Any
 
@@ -37,7 +33,7 @@ from mindspeed_cp.engine.recorder import (
 )
 from mindspeed_cp.megatron import PlannedAttention, megatron_imports
 from mindspeed_cp.megatron.patches.swap import replaced
-from mindspeed_cp.report.run.step_traces import (
+from mindspeed_cp.report.step_trace import (
     CATEGORY_ATTENTION,
     CATEGORY_BATCH,
     CATEGORY_COMMUNICATION,
@@ -45,17 +41,14 @@ from mindspeed_cp.report.run.step_traces import (
     CATEGORY_RANK_SYNC,
     CATEGORY_STEP,
     CATEGORY_WAIT,
-    TRACE_FOLDER,
-    TRACE_VERSION,
-    find_trace_files,
-    trace_file_name,
-    trace_text,
+    layer_metadata,
+    trace_path,
+    write_step_trace,
 )
 from mindspeed_cp.report.trace_events import TraceEvent
-from mindspeed_cp.schema.messages import bad_value
 from mindspeed_cp.train.micro_batch_loader import MicroBatch
 from mindspeed_cp.train.model import TrainingModel
-from mindspeed_cp.train.run_files import RunFiles, disk_errors_for, write_text
+from mindspeed_cp.train.run_files import RunFiles, error_text
 from mindspeed_cp.train.world import World
 
 with megatron_imports():
@@ -79,37 +72,33 @@ _SPANS = {
 
 
 class StepTracer:
-    """Traces this rank's part of some steps.
+    """Traces some steps; every rank has one.
 
     Args:
-        settings: settings of the run; `output` names the steps.
+        settings: settings of the run; output.trace_steps names the steps.
         world: this rank among all.
         training: the model.
-        files: files of the run; traces of later steps than `step` are removed.
-        step: number of steps done before.
-
-    Raises:
-        ConfigError: a step to trace comes after the last one.
+        files: files of the run.
+        first_step: the first step of this start.
+        notify: called on the first rank with a line about a trace that cannot be written.
     """
 
-    def __init__(self, settings: Settings, world: World, training: TrainingModel, files: RunFiles, step: int) -> None:
-        output, last = settings.output, settings.train.train_iters
-        self._steps, self._interval, self._first = frozenset(output.trace_steps or ()), output.trace_interval, step + 1
-        if max(self._steps, default=0) > last:
-            rule = f"must be steps up to train.train_iters = {last}"
-            raise bad_value("output.trace_steps", sorted(self._steps), rule)
-        self._settings, self._world, self._training = settings, world, training
-        self._folder = files.folder / TRACE_FOLDER
-        if world.is_first:
-            with disk_errors_for(files.folder):
-                for number, traces in find_trace_files(files.folder).items():
-                    for path in traces.values() if number > step else ():
-                        path.unlink()
+    def __init__(
+        self,
+        settings: Settings,
+        world: World,
+        training: TrainingModel,
+        files: RunFiles,
+        first_step: int,
+        notify: Callable[[str], None],
+    ) -> None:
+        self._steps, self._first_step, self._notify = frozenset(settings.output.trace_steps or ()), first_step, notify
+        self._settings, self._world, self._training, self._folder = settings, world, training, files.folder
 
     @contextmanager
     def step(self, number: int, batches: Iterator[MicroBatch]) -> Iterator[Iterator[MicroBatch]]:
         """Trace a step, if the settings name it; yields the iterator over its micro-batches."""
-        if number not in self._steps and not (self._interval and number % self._interval == 0):
+        if number not in self._steps:
             yield batches
             return
         if self._world.device.type != "cpu":  # finish the step before
@@ -125,16 +114,31 @@ class StepTracer:
         self._write(number, recorder.read(), traced)
 
     def _write(self, number: int, record: RankTimings, traced: _TracedBatches) -> None:
-        """Write this rank's file of a step; print an error, as no trace may end a run."""
-        rank = self._world.rank
-        events = step_trace_events(record, number, rank, self._peers(traced.pools))
+        """Gather the events of all ranks, and write the step's file; an error is a note: no trace may end a run."""
+        world = self._world
+        events = list(step_trace_events(record, number, world.rank, self._peers(traced.pools)))
+        gathered = world.gather_objects((events, world.replica, traced.rows))
+        if not world.is_first:
+            return
+        pool = world.pool_topology(traced.pools) if traced.pools else None
+        settings, attentions = self._settings, self._training.attentions
+        metadata = {
+            "step": number,
+            "first_of_start": number == self._first_step,
+            "replicas": world.replicas,
+            "pool": None if pool is None else [pool.nodes, pool.ranks_per_node],
+            "device": world.device.type,
+            "micro_batches": [rows for _, rows in sorted({replica: rows for _, replica, rows in gathered}.items())],
+            "layers": layer_metadata(document_cost(settings, attentions).layers),
+            "gradient_bytes": 4 * sum(p.numel() for part in self._training.models for p in part.parameters()),
+            "settings": settings.model_dump(mode="json"),
+        }
+        path = trace_path(self._folder, number)
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            text = trace_text(self._metadata(number, record, traced), events)
-            write_text(self._folder / trace_file_name(number, rank), text)
+            everything = [event for events_of_rank, *_ in gathered for event in events_of_rank]
+            write_step_trace(path, metadata, everything, world.size)
         except OSError as error:
-            cause = os.strerror(error.errno or errno.EIO)
-            print(f"rank {rank}: {self._folder}: a trace cannot be written ({cause})", file=sys.stderr, flush=True)
+            self._notify(f"{path}: the trace of the step cannot be written: {error_text(error)}")
 
     def _peers(self, pools: int) -> dict[str, list[int]]:
         """Return by kind of message the ranks of the group in which it is sent."""
@@ -150,54 +154,18 @@ class StepTracer:
             hidden_states = dist.get_process_group_ranks(group)
         return {"keys": ranks, "gradients": ranks, "redistribution": ranks, "hidden_states": hidden_states}
 
-    def _metadata(self, number: int, record: RankTimings, traced: _TracedBatches) -> dict[str, Any]:
-        """Return the metadata of the file; all but rank, cp_rank, replica, seconds, documents, parents and plans is
-        equal on all ranks."""
-        world, settings = self._world, self._settings
-        kinds = list(dict.fromkeys(self._training.attentions))
-        layers = document_cost(settings, self._training.attentions).layers
-        pool = world.pool_topology(traced.pools) if traced.pools else None
-        return {
-            "version": TRACE_VERSION,
-            "step": number,
-            "first_of_start": number == self._first,
-            "rank": world.rank,
-            "ranks": world.size,
-            "replica": world.replica,
-            "replicas": world.replicas,
-            "cp_rank": world.cp_rank,
-            "pool": None if pool is None else [pool.nodes, pool.ranks_per_node],
-            "device": world.device.type,
-            "seconds": record.seconds,
-            "documents": traced.documents,
-            "parents": traced.parents,
-            "plans": traced.plans,
-            "attentions": [asdict(kind) for kind in kinds],
-            "layers": [
-                [kinds.index(kind), cost.flops_per_token, cost.hidden_size, cost.qkv_flops, cost.out_flops]
-                for kind, cost in layers
-            ],
-            "bytes_per_element": 2 if settings.train.bf16 else 4,
-            "gradient_bytes": 4 * sum(p.numel() for part in self._training.models for p in part.parameters()),
-            "settings": settings.model_dump(mode="json"),
-        }
-
 
 class _TracedBatches:
     """Iterator over the micro-batches of a traced step.
 
     Attributes:
-        documents: lengths of the documents of each micro-batch.
-        parents: parents of the documents of each micro-batch; None where none has one.
-        plans: algorithm and options of each micro-batch.
+        rows: of each micro-batch, lengths of its documents, their parents (None: they have none), algorithm, options.
         pools: number of pools on which the ranks of several replicas compute them together; 0: on replicas.
     """
 
     def __init__(self, batches: Iterator[MicroBatch], recorder: Recorder) -> None:
         self._batches, self._recorder, self.pools = batches, recorder, 0
-        self.documents: list[list[int]] = []
-        self.parents: list[list[int] | None] = []
-        self.plans: list[tuple[str, dict[str, Any]]] = []
+        self.rows: list[tuple[list[int], list[int] | None, str, dict[str, Any]]] = []
 
     def __iter__(self) -> _TracedBatches:
         return self
@@ -206,12 +174,11 @@ class _TracedBatches:
         with timed_span(NEXT_BATCH):
             micro = next(self._batches)
         assert micro.params.plan is not None
-        self.pools = micro.pools
-        self._recorder.micro_batch = len(self.documents)
-        documents = micro.params.plan.documents
-        self.documents.append(documents.lengths.tolist())
-        self.parents.append(None if documents.trees is None else documents.parents.tolist())
-        self.plans.append((micro.algorithm_choice.algorithm, micro.algorithm_choice.options))
+        self.pools = micro.global_batch.dispatched.pools
+        self._recorder.micro_batch = len(self.rows)
+        documents, choice = micro.params.plan.documents, micro.algorithm_choice
+        parents = None if documents.trees is None else documents.parents.tolist()
+        self.rows.append((documents.lengths.tolist(), parents, choice.algorithm, choice.options))
         return micro
 
 

@@ -186,7 +186,7 @@ def join_ranks(
         PeerError: not all ranks came.
     """
     environment = os.environ if environment is None else environment
-    rank, size, local_size = _read_rank_environment(environment, needs_address=store_file is None)
+    rank, size, local_size, local_rank = _read_ranks(environment)
     train, suite = settings.train, settings.context_parallel_suite
     replicas = data_parallel_size(settings, size)
     check_nodes(settings, local_size, size)
@@ -197,15 +197,14 @@ def join_ranks(
     check_open_files(size)
     if train.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when a GPU is opened; else cuBLAS refuses
-    device = pick_device(train.device, _number(environment, "LOCAL_RANK", rank % local_size), local_size)
+    device = pick_device(train.device, local_rank, local_size)
     if device.type == "cpu":
         keep_freed_memory()
     if device.type == "npu" and suite.npu_profile is not None:
         check_npu_profile(suite.npu_profile)
     torch.set_num_threads(train.threads_per_rank or max(1, _usable_cores() // local_size))
     timeout = timedelta(seconds=suite.timeout_seconds)
-    library = COLLECTIVE_LIBRARIES.get(device.type, "gloo")
-    options = suite.hccl_options if library == "hccl" else {}
+    library, options = _library(settings, device.type)
     cp, virtual = suite.context_parallel_size, train.virtual_pipeline_model_parallel_size
     if library == "hccl" and cp > 1 and suite.uses_batched_launches:
         problem = batched_launches_problem(cann_version(), virtual)
@@ -213,7 +212,11 @@ def join_ranks(
             raise ConfigError(
                 f"context_parallel_suite.p2p_groups is {suite.p2p_groups!r}, algorithm {suite.algorithm!r}: {problem}"
             )
-    store = _meet(settings, environment, store_file, rank, size, library, options, device)
+    if library == "hccl":
+        set_hccl_timeouts(timeout.total_seconds())
+        if "buffer_mb" in options:
+            os.environ.setdefault(PAIR_BUFFER_VARIABLE, str(options["buffer_mb"]))
+    store = _meet(settings, environment, store_file, rank, size, device.type)
     with ExitStack() as stack:
         if device.type == "cpu":
             stack.callback(dist.destroy_process_group)
@@ -256,34 +259,31 @@ def join_ranks(
 
 
 def _meet(
-    settings: Settings,
-    environment: Mapping[str, str],
-    store_file: Path | None,
-    rank: int,
-    size: int,
-    library: str,
-    options: Mapping[str, int],
-    device: torch.device,
+    settings: Settings, environment: Mapping[str, str], store_file: Path | None, rank: int, size: int, device_type: str
 ) -> dist.Store:
     """Make the group of all ranks, and return the store through which they met.
 
     Raises:
-        ConfigError: rank 0 cannot listen there.
+        ConfigError: there is no address to meet at, or rank 0 cannot listen there.
         PeerError: the others cannot be reached, or did not come.
     """
     timeout = timedelta(seconds=settings.context_parallel_suite.timeout_seconds)
     joining = max(timeout, timedelta(seconds=JOIN_SECONDS))
-    if library == "hccl":
-        set_hccl_timeouts(timeout.total_seconds())
-        if "buffer_mb" in options:
-            os.environ.setdefault(PAIR_BUFFER_VARIABLE, str(options["buffer_mb"]))
-    libraries = library if device.type == "cpu" else f"cpu:gloo,{device.type}:{library}"
+    library, options = _library(settings, device_type)
+    libraries = library if device_type == "cpu" else f"cpu:gloo,{device_type}:{library}"
+    place, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
+    if store_file is None and (not place or not port.isdigit()):
+        raise ConfigError(
+            f"MASTER_ADDR = {place!r}, MASTER_PORT = {port!r} in the environment: the ranks need the first one's "
+            "host name and a port; start them with torchrun, or unset RANK and WORLD_SIZE to have the ranks of this "
+            "machine started"
+        )
     try:
         if store_file is not None:
             store: dist.Store = dist.FileStore(str(store_file), size)
         else:
             if rank and environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-                _wait_for_rank_0(environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), joining.total_seconds())
+                _wait_for_rank_0(place, int(port), joining.total_seconds())
             store, _, _ = next(dist.rendezvous("env://", rank, size, timeout=joining))
             # torchrun may restart ranks over the same store, which still has the addresses of their first attempt.
             store = dist.PrefixStore(f"attempt_{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
@@ -292,22 +292,24 @@ def _meet(
         dist.init_process_group(
             libraries, store=store, rank=rank, world_size=size, timeout=timeout, pg_options=group_options
         )
-    except ConfigError:
-        raise
-    except (dist.DistError, RuntimeError, ValueError, OSError) as error:
+    except (dist.DistError, RuntimeError, OSError) as error:
         text = " ".join(str(error).split())
         if not (isinstance(error, (dist.DistError, OSError)) or is_lost_rank_error(error) or "socket" in text.lower()):
             raise
-        if store_file is not None:
-            raise PeerError(f"rank {rank} did not meet the other {size - 1} ranks of this machine: {text}") from None
-        place = f"MASTER_ADDR = {environment['MASTER_ADDR']} and MASTER_PORT = {environment['MASTER_PORT']}"
+        where = "on this machine" if store_file is not None else f"at {place}:{port}"
         if "EADDRINUSE" in text or "already in use" in text:
-            raise ConfigError(f"{place}: another program listens on that port; give one that is free") from None
+            raise ConfigError(f"{where}: another program listens on MASTER_PORT; give one that is free") from None
         raise PeerError(
-            f"rank {rank} did not meet the other {size - 1} ranks at {place} within {joining.total_seconds():g} s; are "
+            f"rank {rank} did not meet the other {size - 1} ranks {where} within {joining.total_seconds():g} s; are "
             f"all started, with the same WORLD_SIZE, and is it the address of rank 0? ({text[:200]})"
         ) from None
     return store
+
+
+def _library(settings: Settings, device_type: str) -> tuple[str, Mapping[str, int]]:
+    """Return the library that carries bytes between devices of a type, and its options."""
+    library = COLLECTIVE_LIBRARIES.get(device_type, "gloo")
+    return library, settings.context_parallel_suite.hccl_options if library == "hccl" else {}
 
 
 def _wait_for_rank_0(name: str, port: int, seconds: float) -> None:
@@ -439,30 +441,18 @@ def _usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _read_rank_environment(environment: Mapping[str, str], *, needs_address: bool) -> tuple[int, int, int]:
-    """Return rank, ranks, and ranks on this machine; raise ConfigError if the ranks can never meet."""
-    rank, size, local_size = (_number(environment, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
-    if rank >= size:
-        raise ConfigError(f"RANK = {rank} in the environment: must be less than WORLD_SIZE = {size}")
-    if local_size < 1:
-        raise ConfigError(f"LOCAL_WORLD_SIZE = {local_size} in the environment: must be at least 1")
-    if not needs_address:
-        return rank, size, local_size
-    if not environment.get("MASTER_ADDR"):
+def _read_ranks(environment: Mapping[str, str]) -> tuple[int, int, int, int]:
+    """Return rank, ranks, ranks on this machine, and the number among these."""
+    try:
+        rank, size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        local_size = int(environment.get("LOCAL_WORLD_SIZE", "1"))
+        if not 0 <= rank < size or local_size < 1:
+            raise ValueError
+        return rank, size, local_size, int(environment.get("LOCAL_RANK", rank % local_size))
+    except (KeyError, ValueError):
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        given = ", ".join(f"{name} = {environment.get(name)}" for name in names)
         raise ConfigError(
-            "MASTER_ADDR is not in the environment, though RANK is: the ranks need the first one's host name; start "
-            "them with torchrun, or unset RANK and WORLD_SIZE to have the ranks of this machine started"
-        )
-    _number(environment, "MASTER_PORT")
-    return rank, size, local_size
-
-
-def _number(environment: Mapping[str, str], name: str, default: int | None = None) -> int:
-    if name == "LOCAL_WORLD_SIZE":
-        default = 1
-    text = environment.get(name, "" if default is None else str(default))
-    if not text.isdigit():
-        raise ConfigError(
-            f"{name} = {text!r} in the environment: a launcher such as torchrun sets it to a whole number"
-        )
-    return int(text)
+            f"{given} in the environment: a launcher such as torchrun sets them, RANK below WORLD_SIZE; unset them to "
+            "have the ranks of this machine started"
+        ) from None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from mindspeed_cp.cli.main import run
 from mindspeed_cp.cluster import LayerCost
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.plan import AttentionConfig, traffic
-from mindspeed_cp.report.run.step_traces import trace_file_name, trace_text
+from mindspeed_cp.report.step_trace import layer_metadata, trace_path, write_step_trace
 from mindspeed_cp.report.trace_events import TraceEvent
 
 ROOT = Path(__file__).parents[2]
@@ -34,16 +35,14 @@ def settings(**suite: Any) -> Settings:
     )
 
 
-def metadata(step: int, rank: int, suite: Settings, **changes: Any) -> dict[str, Any]:
-    """What a rank's trace says of a step, by default of three equal layers in bf16 on an NPU."""
-    made = {
-        "version": 2, "step": step, "first_of_start": step == 1, "rank": rank, "ranks": 2, "replica": 0, "replicas": 1,
-        "cp_rank": rank, "device": "npu", "seconds": 1.0, "documents": list(ROWS), "attentions": [asdict(ATTENTION)],
-        "plans": [[suite.context_parallel_suite.algorithm, suite.plan_options]] * len(changes.get("documents", ROWS)), "bytes_per_element": 2,
-        "layers": [[0, LAYER.flops_per_token, LAYER.hidden_size, LAYER.qkv_flops, LAYER.out_flops]] * 3,
-        "gradient_bytes": GRADIENT_BYTES, "settings": suite.model_dump(mode="json"),
+def metadata(step: int, suite: Settings, layer: LayerCost, **changes: Any) -> dict[str, Any]:
+    """What a trace says of a step, by default of three equal layers in bf16 on NPUs."""
+    plan = suite.context_parallel_suite.algorithm, suite.plan_options
+    return {
+        "step": step, "first_of_start": step == 1, "replicas": 1, "pool": None, "device": "npu",
+        "micro_batches": [[[row, None, *plan] for row in ROWS]], "layers": layer_metadata([(ATTENTION, layer)] * 3),
+        "gradient_bytes": GRADIENT_BYTES, "settings": suite.model_dump(mode="json"), **changes,
     }  # fmt: skip
-    return made | changes
 
 
 def events(rank: int) -> list[TraceEvent]:
@@ -64,11 +63,19 @@ def events(rank: int) -> list[TraceEvent]:
     ]
 
 
-def leave(folder: Path, step: int, rank: int, suite: Settings | None = None, **changes: Any) -> Path:
-    """One rank's trace."""
-    path = folder / "trace" / trace_file_name(step, rank)
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(trace_text(metadata(step, rank, suite or settings(), **changes), events(rank)))
+def leave(
+    folder: Path, step: int, suite: Settings | None = None, ranks: int = 2, layer: LayerCost = LAYER, **changes: Any
+) -> Path:
+    """The trace of a step."""
+    path = trace_path(folder, step)
+    made = [event for rank in range(min(ranks, 2)) for event in events(rank)]
+    if ranks > 2:
+        made = [
+            TraceEvent(rank, "step" if name == "step" else "compute", name, 0, seconds, name)
+            for rank in range(ranks)
+            for name, seconds in (("step", 1), ("attention", rank / 100))
+        ]
+    write_step_trace(path, metadata(step, suite or settings(), layer, **changes), made, ranks)
     return path
 
 
@@ -78,8 +85,7 @@ def folder(tmp_path: Path) -> Path:
     made = tmp_path / "run"
     made.mkdir()
     for step in (1, 4):
-        for rank in (0, 1):
-            leave(made, step, rank)
+        leave(made, step)
     return made
 
 
@@ -105,7 +111,7 @@ def test_measured_figures_are_sums_over_the_traces(folder: Path, capsys: pytest.
         for made, attention, exposed in ((early, 0.3, 0.22), (late, 0.5, 0.07)):
             assert made["attention"] == pytest.approx(attention) and made["exposed"] == pytest.approx(exposed)
             assert made["waiting"] == pytest.approx(0.05) and made["optimizer"] == pytest.approx(0.1)
-            assert made["seconds"] == pytest.approx(1) and made["sent"] == 2000 and made["messages"] == 4
+            assert made["seconds"] == pytest.approx(1) and made["sent"] == 2000
             parts = ("attention", "exposed", "waiting", "optimizer", "other")
             assert sum(made[key] for key in parts) == pytest.approx(1)
         assert step["measured"]["attention"] == pytest.approx(0.4)  # mean of the ranks
@@ -116,8 +122,7 @@ def test_measured_figures_are_sums_over_the_traces(folder: Path, capsys: pytest.
 @pytest.mark.parametrize("algorithm", ["ring", "ulysses"])
 def test_the_prediction_is_the_simulator_s(tmp_path: Path, capsys: pytest.CaptureFixture[str], algorithm: str) -> None:
     suite = settings(algorithm=algorithm)
-    for rank in (0, 1):
-        leave(tmp_path, 3, rank, suite)
+    leave(tmp_path, 3, suite)
     (step,) = told(capsys, tmp_path, "--cluster", "a800")["steps"]
     cluster = load_cluster("a800").with_ranks(2)
     plans = [build_plan(Documents(row), suite.context_parallel_suite.topology, ATTENTION, algorithm) for row in ROWS]
@@ -137,13 +142,12 @@ def test_the_prediction_is_the_simulator_s(tmp_path: Path, capsys: pytest.Captur
         assert predicted["sent"] == 3 * sum(traffic(plan)["total"][rank] for plan in plans)
 
 
-def test_what_is_computed_again_is_predicted_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recomputed_forwards_are_predicted_twice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reports = []
     for number, again in enumerate((None, "selective", "full"), 1):
         suite = settings()
         suite = suite.model_copy(update={"model": suite.model.model_copy(update={"recompute_granularity": again})})
-        for rank in (0, 1):
-            leave(tmp_path, number, rank, suite)
+        leave(tmp_path, number, suite)
     for step in told(capsys, tmp_path)["steps"]:
         reports.append(step["predicted"])
     plain, selective, full = reports
@@ -160,8 +164,7 @@ def test_wider_elements_take_longer_on_links_and_no_longer_in_kernels(
     slow.write_text(text.replace("_bandwidth: 200e9", "_bandwidth: 1e6"), encoding="utf-8")
     assert load_cluster(str(slow)).rank_bandwidth == 1e6
     for step, size in ((1, 2), (2, 4)):
-        for rank in (0, 1):
-            leave(tmp_path, step, rank, bytes_per_element=size)
+        leave(tmp_path, step, layer=replace(LAYER, bytes_per_element=size))
     narrow, wide = (step["predicted"] for step in told(capsys, tmp_path, "--cluster", slow)["steps"])
     assert wide["attention"] == pytest.approx(narrow["attention"]) and 1.3 < wide["exposed"] / narrow["exposed"] < 2
 
@@ -181,8 +184,7 @@ def test_tables_name_both_and_say_what_is_modelled(folder: Path, capsys: pytest.
 
 
 def test_a_run_on_cpus_is_told_to_calibrate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for rank in (0, 1):
-        leave(tmp_path, 3, rank, device="cpu")
+    leave(tmp_path, 3, device="cpu")
     answer = told(capsys, tmp_path)
     assert answer["not_comparable"].startswith("not comparable: the run was on CPUs, and cluster a2")
     assert "calibrate mine.yaml --device cpu --dtype bf16" in answer["not_comparable"]
@@ -196,8 +198,7 @@ def test_a_run_on_cpus_is_told_to_calibrate(tmp_path: Path, capsys: pytest.Captu
 def test_a_run_on_cpus_is_compared_with_a_calibrated_cluster(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for rank in (0, 1):
-        leave(tmp_path, 3, rank, device="cpu")
+    leave(tmp_path, 3, device="cpu")
     calibrated = tmp_path / "mine.yaml"
     calibrated.write_text((ROOT / "configs/clusters/a800.yaml").read_text(encoding="utf-8"), encoding="utf-8")
     answer = told(capsys, tmp_path, "--cluster", calibrated)
@@ -217,50 +218,59 @@ def test_one_trace_has_all_ranks_and_a_modelled_layer(folder: Path, capsys: pyte
 
 
 def test_of_many_ranks_those_that_compute_longest_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    suite = settings(context_parallel_size=40, nodes=5)
-    for rank in range(40):
-        path = leave(tmp_path, 3, rank, suite, ranks=40)
-        parts = [
-            TraceEvent(rank, "step", "step", 0, 1, "step"),
-            TraceEvent(rank, "compute", "a", 0, rank / 100, "attention"),
-        ]
-        path.write_text(trace_text(metadata(3, rank, suite, ranks=40), parts))
+    leave(tmp_path, 3, settings(context_parallel_size=40, nodes=5), 40)
     assert run(["report", str(tmp_path)]) == 0
     text = capsys.readouterr().out
     assert "the 32 of 40 that compute longest" in text and "rank 8 " in text and "rank 7 " not in text
 
 
-def test_steps_are_chosen_and_incomplete_ones_left_out(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_steps_are_chosen(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [step["step"] for step in told(capsys, folder, "--step", 4)["steps"]] == [4]
-    (folder / "trace" / trace_file_name(4, 1)).unlink()
-    lines = told(capsys, folder)
-    assert [step["step"] for step in lines["steps"]] == [1]
-    assert f"step 4 is left out: rank 1 left no trace of it in {folder / 'trace'}" in lines["notes"]
     assert "--step 3: was not traced; valid: 1, 4" in failure(capsys, folder, "--step", 3)
-    assert "step 4 is left out" in failure(capsys, folder, "--step", 4)
 
 
-def test_bad_input_is_one_line(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_folder_traces_or_preset_are_one_line(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "empty").mkdir()
     line = failure(capsys, tmp_path / "empty")
-    assert "has no traces of steps; set output.trace_steps: [3, 4], or output.trace_interval, and train" in line
+    assert "has no traces of steps; set output.trace_steps: [3, 4], and train" in line
     assert "there is no such folder" in failure(capsys, tmp_path / "nowhere")
     assert "no such preset" in failure(capsys, folder, "--cluster", "a9")
     assert "cluster '': no such preset; valid: a2, a3" in failure(capsys, folder, "--cluster", "")
     assert "the suffix is '.txt'" in failure(capsys, folder, "--trace", tmp_path / "a.txt")
     assert "there is no folder" in failure(capsys, folder, "--trace", tmp_path / "no" / "a.json")
-    path = folder / "trace" / trace_file_name(1, 0)
-    for text in ("{", "[]", '{"otherData": {}}'):
-        path.write_text(text)
-        assert f"{path}: not a valid step trace" in failure(capsys, folder)
-    leave(folder, 1, 0, version=3)
-    assert "otherData.measured.version: Input should be 2" in failure(capsys, folder)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[:-40],
+        lambda text: "[]",
+        lambda text: '{"otherData": {}}',
+        lambda text: text.replace('"layers":[[{', '"layers":[[["', 1),
+        lambda text: text.replace('"replicas":1', '"replicas":"x"', 1),
+        lambda text: text.replace('"breakdown":{"attention"', '"breakdown":{"attenti"', 1),
+        lambda text: text.replace('"micro_batches":[[[[900', '"micro_batches":[[[[-900', 1),
+    ],
+)
+def test_damaged_trace_is_named(folder: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[str], str]) -> None:
+    path = trace_path(folder, 1)
+    damaged = damage(path.read_text())
+    assert damaged != path.read_text()
+    path.write_text(damaged)
+    assert str(path) in failure(capsys, folder)
+
+
+def test_trace_of_another_version_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = trace_path(folder, 1)
+    path.write_text(path.read_text().replace('"version":3', '"version":2'))
+    assert "of another version of mindspeed-cp; remove it, and trace again" in failure(capsys, folder)
 
 
 def test_a_cluster_with_too_few_ranks_a_node_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     suite = settings(context_parallel_size=9)
-    for rank in range(9):
-        leave(tmp_path, 3, rank, suite, ranks=9)
+    leave(tmp_path, 3, suite, 9)
     assert "a node of cluster a2 has 8 ranks" in failure(capsys, tmp_path)
 
 
@@ -269,7 +279,7 @@ def test_no_torch_is_needed(folder: Path) -> None:
     import sys
 
     code = (
-        "import sys; from pathlib import Path; from mindspeed_cp.report.run import predicted_vs_measured as report; "
+        "import sys; from pathlib import Path; from mindspeed_cp.report import predicted_vs_measured as report; "
         f"report.compare_with_prediction(Path({str(folder)!r}))"
     )
     subprocess.run([sys.executable, "-c", f"{code}; assert 'torch' not in sys.modules"], check=True)

@@ -142,7 +142,6 @@ def test_settings_survive_json(tmp_path: Path) -> None:
         ),
         (f"train: {{{STAGES}: 2, virtual_{STAGES}: 4}}", [f"virtual_{STAGES} = 4", "num_layers = 4", "= 8 does not"]),
         (f"train: {{{STAGES}: 2}}\noutput: {{trace_steps: [1]}}", ["output.trace_steps = [1]", "use null"]),
-        (f"train: {{{STAGES}: 2}}\noutput: {{trace_interval: 3}}", ["output.trace_interval = 3", "use 0"]),
         (
             f"train: {{{STAGES}: 2, virtual_{STAGES}: 2}}\ndata: {{balance: time}}",
             ['data.balance = "time"', "use none"],

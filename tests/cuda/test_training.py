@@ -16,7 +16,7 @@ SETTINGS = {
     "model.num_layers": 2, "model.hidden_size": 128, "model.num_attention_heads": 4, "data.seq_length": 1024,
     "train.train_iters": STEPS, "train.lr_warmup_iters": 0, "train.global_batch_size": 4,
     "context_parallel_suite.nodes": 1, "train.compare": "[]", "checkpoint.save_interval": 0,
-    "output.progress": "none", "output.loss_png": "false",
+    "output.log_interval": 0,
 }  # fmt: skip
 
 pytestmark = [pytest.mark.cuda, pytest.mark.timeout(1800)]

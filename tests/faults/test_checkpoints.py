@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.train.checkpoint import MANIFEST, checkpoints_to_resume, read_manifest
-from tests.limits import HANG
 from tests.processes import RankError
 from tests.train.fresh_ranks import FreshRanks
 from tests.train.test_training import curve, tiny, train_here, values
@@ -204,16 +201,15 @@ def writes_into_full_disk(settings: str, rank: int, call: int) -> str:
 
 
 @pytest.mark.fault(
-    fault="a disk is full while a checkpoint is written, also in the background",
+    fault="a disk is full while a checkpoint is written",
     happens="the run ends, and goes on from the checkpoint before",
     lost="the steps since that checkpoint",
     printed="cannot be written: No space left on device; make room",
 )
-@pytest.mark.parametrize("in_background", [False, True])
 def test_full_disk_costs_one_interval(
-    in_background: bool, fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, whole: list[dict[str, Any]]
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, whole: list[dict[str, Any]]
 ) -> None:
-    settings = tiny(corpus, tmp_path, **COMMON, train__train_iters=6, checkpoint__async_save=in_background)
+    settings = tiny(corpus, tmp_path, **COMMON, train__train_iters=6)
     for text in fresh_ranks.run(2, writes_into_full_disk, settings.model_dump_json(), 1, 2):
         assert "cannot be written: No space left on device; make room" in text and "\n" not in text
     assert (tmp_path / "checkpoints" / "latest").read_text() == "iter_0000002\n"
@@ -236,40 +232,3 @@ def test_two_runs_never_share_a_folder(fresh_ranks: FreshRanks, corpus: Path, tm
     settings = tiny(corpus, tmp_path)
     with files.locked(), pytest.raises(RankError, match="another run is using it"):
         fresh_ranks.run(1, train_here, settings.model_dump_json())
-
-
-def saves(settings: str) -> dict[str, Any]:
-    """In a rank: train; the tensors of the checkpoint of step 2, which is written after step 3 if in the background."""
-    from safetensors.torch import load_file
-    from torch.distributed.checkpoint import HuggingFaceStorageWriter
-
-    from mindspeed_cp.train import loop
-
-    parsed, updated = Settings.model_validate_json(settings), threading.Event()
-    run_step, write = loop.run_step, HuggingFaceStorageWriter.write_data
-
-    def counted(training: Any, batches: Any, step: int, *more: Any) -> Any:
-        result = run_step(training, batches, step, *more)
-        if step == 3:
-            updated.set()
-        return result
-
-    def late(self: Any, *arguments: Any) -> Any:
-        assert not parsed.checkpoint.async_save or updated.wait(HANG)
-        return write(self, *arguments)
-
-    loop.run_step, HuggingFaceStorageWriter.write_data = counted, late  # type: ignore[method-assign]
-    train_here(settings)
-    files = sorted(Path(parsed.output.folder, "checkpoints", "iter_0000002").glob("*.safetensors"))
-    return {f"{path.name}:{name}": tensor.numpy() for path in files for name, tensor in load_file(path).items()}
-
-
-def test_background_saves_same_bits(fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path) -> None:
-    """Of a step whose weights the next steps change before they are written."""
-    tensors = []
-    for name in ("at once", "later"):
-        settings = tiny(corpus, tmp_path / name, **COMMON, train__train_iters=4, checkpoint__async_save=name == "later")
-        tensors.append(fresh_ranks.run(2, saves, settings.model_dump_json())[0])
-    assert tensors[0].keys() == tensors[1].keys() and len(tensors[0]) > 20
-    for name, tensor in tensors[0].items():
-        assert (tensor == tensors[1][name]).all(), name

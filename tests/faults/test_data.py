@@ -63,7 +63,7 @@ def start_otherwise(settings: str, rank_1: str) -> None:
     printed="the ranks, and the setting or the documents that differ",
 )
 @pytest.mark.parametrize("kind", ["corpus", "setting"])
-def test_ranks_that_start_otherwise_are_named(
+def test_rank_with_other_settings_or_corpus_is_named(
     fresh_ranks: FreshRanks, corpus: Path, own_corpus: Path, tmp_path: Path, kind: str
 ) -> None:
     own_corpus.write_bytes(with_other_words(corpus.read_bytes()))
@@ -130,7 +130,7 @@ def call_otherwise(settings: str) -> str:
     lost="the steps since the newest checkpoint",
     printed="the step and the ranks",
 )
-def test_a_rank_that_drops_otherwise_is_told_before_the_update(
+def test_rank_that_drops_other_weights_is_named_before_the_update(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
 ) -> None:
     changes = {"model__attention_dropout": 0.1, "train__global_batch_size": 1}

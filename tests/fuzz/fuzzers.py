@@ -28,13 +28,14 @@ from mindspeed_cp.data import PackedStream, check_learnable, open_corpus
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig, Plan, Topology, verify_plan
+from mindspeed_cp.report.predicted_vs_measured import compare_with_prediction, predicted_vs_measured_tables
+from mindspeed_cp.report.step_trace import trace_path
 from mindspeed_cp.train import launch
 from mindspeed_cp.train.checkpoint import checkpoints_to_resume
 from mindspeed_cp.train.identity import changed_settings
 from mindspeed_cp.train.run_files import read_metrics
 from tests.cli.test_report import leave
 from tests.fuzz import mutations
-from tests.report.test_damaged_traces import report
 from tests.train.bookkeeping import with_checkpoint
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
@@ -168,22 +169,16 @@ def changed(generator: random.Random, array: np.ndarray) -> np.ndarray:
 
 
 def traces(generator: random.Random, folder: Path) -> None:
-    """Traces of a step of two ranks, of which one is damaged."""
-    paths = [folder / "trace" / f"step-0000003-rank-000{rank}.json" for rank in (0, 1)]
-    for rank, path in enumerate(paths):
-        if not path.exists():
-            path.parent.mkdir(exist_ok=True)
-            leave(folder, 3, rank)
-    whole = paths[0].read_text()
-    if generator.random() < 0.7:
-        text = mutations.json_text(generator, json.loads(whole))
-    else:
-        text = mutations.text(generator, whole)
-    paths[0].write_bytes(text.encode("utf-8", "replace"))
+    """A trace of a step, which is damaged."""
+    path = trace_path(folder, 3)
+    if not path.exists():
+        leave(folder, 3)
+    whole = path.read_text()
+    path.write_bytes(mutations.text(generator, whole).encode("utf-8", "replace"))
     try:
-        report(folder)
+        predicted_vs_measured_tables(compare_with_prediction(folder))
     finally:
-        paths[0].write_text(whole)
+        path.write_text(whole)
 
 
 def checkpoints(generator: random.Random, folder: Path) -> None:

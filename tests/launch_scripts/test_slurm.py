@@ -103,8 +103,7 @@ def tiny(folder: Path, steps: int = 2) -> list[str]:
     corpus.write_text("".join(json.dumps({"text": "ring of ranks " * (n % 7 + 1)}) + "\n" for n in range(40)))
     settings = {
         "output.folder": folder / "run",
-        "output.progress": "none",
-        "output.loss_png": "false",
+        "output.log_interval": "0",
         "data.corpus": corpus,
         "data.seq_length": 128,
         "model.hidden_size": 32,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mindspeed_cp.train.uncompiled import uncompiled_megatron
+from mindspeed_cp.train.launch import uncompiled_megatron
 from tests.npu import preload  # noqa: F401  (before torch_npu)
 
 with uncompiled_megatron():

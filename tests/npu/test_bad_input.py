@@ -27,7 +27,7 @@ from tests.ports import free_port
 ROOT = Path(__file__).resolve().parent.parent.parent
 SHORT = {
     "train.device": "npu", "train.train_iters": 5, "train.lr_warmup_iters": 0, "train.global_batch_size": 1,
-    "train.compare": "[]", "data.seq_length": 509, "output.progress": "none", "output.loss_png": "false",
+    "train.compare": "[]", "data.seq_length": 509, "output.log_interval": 0,
     "context_parallel_suite.nodes": 1, "context_parallel_suite.timeout_seconds": HANG,
 }  # fmt: skip
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from mindspeed_cp.errors import OperatorError
-from mindspeed_cp.train import queue_probe
+from mindspeed_cp.train import checks
+from mindspeed_cp.train.checks import QueueProbe
 from mindspeed_cp.train.failures import FAILED, classify_error
-from mindspeed_cp.train.queue_probe import QueueProbe
 from tests.host_cann import task_queue
 
 DEVICE = torch.device("npu", 0)
@@ -22,7 +22,7 @@ def lose_error() -> None:
 
 
 def test_numbers_arrive_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue_probe, "_COUNT", 5)
+    monkeypatch.setattr(checks, "_COUNT", 5)
     probe = QueueProbe(DEVICE, 0)
     for step in range(1, 14):
         probe.check(step)

@@ -23,8 +23,8 @@ STEPS = 4
 #: The quickstart's model on short rows, in few steps: what differs from it is size.
 SHORT = (
     *("--set", f"train.train_iters={STEPS}", "--set", "train.lr_decay_iters=20", "--set", "train.lr_warmup_iters=2"),
-    *("--set", "data.seq_length=1021", "--set", "train.global_batch_size=2", "--set", "output.progress=none"),
-    *("--set", "train.compare=[]", "--set", "context_parallel_suite.nodes=1", "--set", "output.loss_png=false"),
+    *("--set", "data.seq_length=1021", "--set", "train.global_batch_size=2", "--set", "output.log_interval=0"),
+    *("--set", "train.compare=[]", "--set", "context_parallel_suite.nodes=1"),
     *("--set", f"context_parallel_suite.timeout_seconds={HANG}"),
 )
 
@@ -142,7 +142,7 @@ def test_a_run_goes_on_with_and_without_fused_operators(
     assert_same(lines, on_the_cpu)
 
 
-@pytest.mark.thorough  # tests/npu/test_table.py has hierarchical plans, tests/train/test_beside.py such a training
+@pytest.mark.thorough  # tests/npu/test_table.py has hierarchical plans, tests/train/test_splits.py such a training
 @pytest.mark.parametrize("remap", ["qkv", "hidden"])
 def test_hierarchical_on_two_supposed_nodes_with_replicas_balanced_by_time(
     remap: str, corpus: Path, tmp_path: Path, on_the_cpu: list[dict[str, Any]]

@@ -78,7 +78,7 @@ def test_a_simulation_shows_its_times() -> None:
     text = show(timeline).html
     assert Cells(text).rows[0] == ["algorithm", "ring"]
     assert f"{timeline.total * 1e3:,.4g} ms" in text and "modelled, not measured" in text
-    assert f"{timeline.imbalance:.3f}" in text and "ms modelled" in repr(show(timeline))
+    assert f"{timeline.imbalance:.3f}" in text
 
 
 def test_a_comparison_shows_its_conclusion_and_its_tables() -> None:

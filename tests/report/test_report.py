@@ -47,7 +47,7 @@ def test_numbers_are_those_of_the_plan(ranks: int, algorithm: str) -> None:
 ALONE = {("hybrid", 2), ("hybrid", 3)}  # one rank for each group: the largest divisor of so many ranks is 1
 
 
-def test_the_overview_tells_what_is_computed_and_sent() -> None:
+def test_overview_has_attention_heads_and_bytes_sent() -> None:
     def overview(**more: Any) -> dict[str, str]:
         attention = AttentionConfig(
             heads=6, kv_heads=2, head_dim=12, head_dim_v=8, mask="full", window=(40, 9), alibi=True
@@ -96,7 +96,7 @@ def test_counts_read_well() -> None:
     ]
 
 
-def test_parts_are_told_apart_and_summed() -> None:
+def test_tables_have_parts_and_their_sums() -> None:
     plan = mixed_plan(Documents([129, 63, 40, 50, 0, 12]), 4, AttentionConfig(4, 2, 16))
     summary = summarize_plan(plan, 4)
     assert summary.steps == len(plan.forward_order) and (summary.work == plan.work()).all()

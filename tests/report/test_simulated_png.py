@@ -104,7 +104,7 @@ def test_words_stay_on_the_page_and_can_be_read_at_700_pixels(case: str) -> None
         assert text.get_fontsize() * figure.dpi / 72 * 700 / width >= 9
 
 
-def test_sharing_counts_the_documents() -> None:
+def test_sharing_counts_documents_of_ranks_and_nodes() -> None:
     def plan(lengths: list[int], topology: Topology, algorithm: str) -> str:
         return describe_sharing(build_plan(Documents(lengths), topology, AttentionConfig(8, 2, 64), algorithm))
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.text import Text
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology, build_plan
 from mindspeed_cp.algorithms import ALGORITHMS
@@ -81,7 +82,8 @@ def test_in_a_ring_the_owner_goes_round_and_in_the_hybrid_it_has_the_same_heads(
 def words(figure: Any) -> list[tuple[str, Any]]:
     """Texts of a figure and their boxes in pixels."""
     figure.canvas.draw()
-    return [(t.get_text(), t.get_window_extent()) for t in figure.axes[0].texts if t.get_text()]
+    shown = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text()]
+    return [(text.get_text(), text.get_window_extent()) for text in shown]
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -120,13 +122,12 @@ def test_a_map_of_32_ranks_fits_a_screen(algorithm: str) -> None:
 
 
 def texts(**case: Any) -> list[str]:
-    return [text for text, _ in words(tile_map(plan_of(**case)))]
+    return [line for text, _ in words(tile_map(plan_of(**case))) for line in text.splitlines()]
 
 
-def test_the_words_say_who_holds_and_receives_what() -> None:
+def test_words_say_who_holds_what() -> None:
     ring = texts(algorithm="ring")
     assert {"rank 3", "step 3", "work / mean", "ring: 4 documents (70, 3, 0, 410 tokens) over 4 ranks"} <= set(ring)
-    assert any(text.startswith("← ") and text.endswith(" rows from rank 3") for text in ring)
     assert {"heads 0 (kv 0)", "heads 1-2 (kv 0)"} <= set(texts(algorithm="ulysses"))
     assert {"rank 0 (node 0)", "rank 3 (node 1)"} <= set(texts(algorithm="double_ring", nodes=2))
     assert any("whole document" in text for text in texts(algorithm="direct", layout="balanced", lengths=UNEVEN))
@@ -136,7 +137,7 @@ def test_the_words_say_who_holds_and_receives_what() -> None:
     parts = mixed_plan(Documents([70, 23, 40, 41]), 4, AttentionConfig(6, 2, 16))
     names = {text for text, _ in words(tile_map(parts))}
     assert {"step 0.0", "step 1.0", "step 2.0", "step 0.1"} <= names
-    assert any("0 by direct; 1 by head_split; 2 by head_split" in text for text in names)
+    assert any("0 by direct; 1 by head_split; 2 by head_split" in " ".join(text.split()) for text in names)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +152,7 @@ def test_the_words_say_who_holds_and_receives_what() -> None:
 )
 def test_squares_are_shaded_where_tiles_are_too_small_to_be_seen(case: dict[str, Any], shaded: bool) -> None:
     said = " ".join(texts(**case))
-    assert ("the darker, the more work" in said) == shaded and ("grey: what the mask" in said) != shaded
+    assert ("The darker, the more work" in said) == shaded and ("Grey: what the mask" in said) != shaded
 
 
 def image_of(figure: Any) -> np.ndarray:
@@ -177,7 +178,7 @@ def test_shades_are_work() -> None:
             assert colour == pytest.approx(1 - share * np.array([0.9, 0.7, 0.45]))
 
 
-def test_a_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+def test_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "folder.png").mkdir()
     for name, says in (
         ("missing/map.png", "there is no folder .*missing; create it"),

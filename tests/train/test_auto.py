@@ -64,7 +64,7 @@ def test_the_linear_layers_are_those_of_the_model(
     assert given["attention"].heads == model.num_attention_heads // 2 and given["attention"].window == (100, 0)
 
 
-def test_every_attention_of_the_model_is_possible_with_what_is_chosen(corpus: Path, tmp_path: Path) -> None:
+def test_chosen_algorithm_runs_every_attention_of_the_model(corpus: Path, tmp_path: Path) -> None:
     """Heads over tensor-parallel ranks, dropout, windows."""
     settings = auto(corpus, tmp_path).model_dump(exclude_unset=True)
     settings["model"] |= {"attention_dropout": 0.1, "window_size": [100, 0]}
@@ -73,14 +73,14 @@ def test_every_attention_of_the_model_is_possible_with_what_is_chosen(corpus: Pa
     assert chosen.context_parallel_suite.algorithm != "auto" and chosen.model.attention_dropout == 0.1
 
 
-def test_a_training_itself_refuses_it(corpus: Path, tmp_path: Path) -> None:
+def test_training_refuses_unresolved_auto(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=r"algorithm is 'auto': give mindspeed_cp.train.algorithm_choice.resolve_auto"
     ):
         train(auto(corpus, tmp_path), cast(Any, SimpleNamespace()))
 
 
-def test_a_bound_of_tokens_is_kept_by_what_is_chosen(corpus: Path, tmp_path: Path) -> None:
+def test_chosen_algorithm_keeps_the_token_bound(corpus: Path, tmp_path: Path) -> None:
     """Only hierarchical has one; what a row may hold at most is 517 tokens over 4 ranks and a few more."""
     chosen, decision = resolve_auto(auto(corpus, tmp_path, max_seqlen_per_dp_cp_rank=131))
     assert decision is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from mindspeed_cp import Documents
 from mindspeed_cp.errors import ConfigError
 from tests.limits import HANG
 from tests.train.fresh_ranks import FreshRanks
-from tests.train.test_beside import MODELS
+from tests.train.test_splits import MODELS
 from tests.train.test_training import assert_same_curve, curve, tiny, train_here, values
 
 CP2: dict[str, Any] = dict(context_parallel_suite__context_parallel_size=2)
@@ -77,27 +76,12 @@ def test_replicas_with_other_numbers_of_micro_batches_give_the_same_losses(
     assert (on >= 1).all() and (on <= before).all() and on.mean() < 1.05 < before.mean()
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.thorough), 2])
-@pytest.mark.thorough
-def test_one_replica_balances_its_micro_batches_and_gives_the_same_losses(
-    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, reference: list[dict[str, Any]], ranks: int
-) -> None:
-    settings = tiny(corpus, tmp_path, **COMMON, **TIME, context_parallel_suite__context_parallel_size=ranks)
-    assert_same_curve(curve(fresh_ranks, settings, ranks), reference)
-
-
-@pytest.mark.parametrize(
-    "more",
-    [pytest.param({}, id="4 replicas"), pytest.param(CP2, id="2 replicas of 2 ranks")],
-)
-@pytest.mark.thorough  # tests/data keeps the numbers of documents, tests/train/test_training.py drops by them
-def test_what_dropout_drops_does_not_depend_on_the_number_of_replicas(
-    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, more: dict[str, Any]
-) -> None:
+@pytest.mark.thorough  # tests/data keeps the numbers of documents
+def test_dropped_weights_do_not_depend_on_replicas(fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path) -> None:
     """With windows, biases and dropout; documents keep the numbers that they have in the global batch."""
     changes = {**COMMON, **MODELS["biased"], **TIME, "train__train_iters": 3}
     alone = fresh_ranks.run(1, by_square, tiny(corpus, tmp_path / "one", **changes).model_dump_json())[0]["lines"]
-    settings = tiny(corpus, tmp_path / "replicas", **changes, **more)
+    settings = tiny(corpus, tmp_path / "replicas", **changes, **CP2)
     assert_same_curve(fresh_ranks.run(4, by_square, settings.model_dump_json())[0]["lines"], alone)
 
 
@@ -119,28 +103,6 @@ def test_replicas_that_share_experts_have_equally_many_micro_batches(
 def test_a_loss_of_whole_rows_is_refused(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"^data\.balance = \"time\": repacks rows .* model\.moe_aux_loss_coeff: 0$"):
         tiny(corpus, tmp_path, **MODELS["experts"], **TIME)
-
-
-@pytest.mark.thorough  # tests/train/test_training.py resumes with another number of ranks by default
-def test_a_resumed_run_goes_on_exactly_and_with_another_number_of_replicas(
-    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, reference: list[dict[str, Any]]
-) -> None:
-    whole = fresh_ranks.run(2, by_square, tiny(corpus, tmp_path / "whole", **COMMON, **TIME).model_dump_json())[0][
-        "lines"
-    ]
-    assert_same_curve(whole, reference)
-    first = tiny(corpus, tmp_path / "same", **{**COMMON, "train__train_iters": 3}, **TIME)
-    fresh_ranks.run(2, by_square, first.model_dump_json())
-    for name in ("others", "switched"):
-        shutil.copytree(tmp_path / "same", tmp_path / name)
-    for name, ranks in (("same", 2), ("others", 4)):
-        second = tiny(corpus, tmp_path / name, **COMMON, **TIME)
-        lines = fresh_ranks.run(ranks, by_square, second.model_dump_json())[0]["lines"]
-        if name == "same":
-            assert compared(lines) == compared(whole)
-        else:
-            assert_same_curve(lines, reference)
-    assert_same_curve(curve(fresh_ranks, tiny(corpus, tmp_path / "switched", **COMMON), 1), reference)
 
 
 # planning ahead
@@ -182,7 +144,7 @@ def test_the_next_micro_batch_is_planned_while_this_one_computes(
     assert steps == settings.train.train_iters
 
 
-def test_rows_of_equal_lengths_are_planned_once(fresh_ranks: FreshRanks, tmp_path: Path) -> None:
+def test_cached_plans_give_the_same_bits(fresh_ranks: FreshRanks, tmp_path: Path) -> None:
     """Documents longer than the context: most rows are one piece of it."""
     path = tmp_path / "long.jsonl"
     text = "".join(chr(97 + i % 26) for i in range(2000))
@@ -192,11 +154,8 @@ def test_rows_of_equal_lengths_are_planned_once(fresh_ranks: FreshRanks, tmp_pat
     anew = fresh_ranks.run(
         2, forgetful, settings.model_copy(update={"output": _folder(settings, "b")}).model_dump_json()
     )[0]
-    assert sum(values(kept["lines"], "plans")) == 20
-    assert 8 < sum(values(kept["lines"], "cached_plans")) < 19 and sum(values(anew["lines"], "cached_plans")) == 0
     assert compared(kept["lines"]) == compared(anew["lines"]), "not a bit differs"
-    assert kept["summary"]["cached_plans"] == sum(values(kept["lines"], "cached_plans"))
-    assert kept["summary"]["waiting_seconds"] == sum(values(kept["lines"][1:], "waiting_seconds"))
+    assert kept["summary"]["waiting_seconds"] == pytest.approx(sum(values(kept["lines"][1:], "waiting_seconds")))
 
 
 def forgetful(settings: str) -> dict[str, Any]:
@@ -211,32 +170,6 @@ def forgetful(settings: str) -> dict[str, Any]:
 
     batches.PlanCache = Forgetful  # type: ignore[misc]
     return train_here(settings)
-
-
-def test_few_plans_are_kept_and_the_one_not_asked_for_longest_goes() -> None:
-    from mindspeed_cp.algorithms.plan_cache import PlanCache
-    from mindspeed_cp.plan import AttentionConfig, Topology
-
-    ready: list[int] = []
-    cache = PlanCache(lambda plan: ready.append(plan.documents.tokens), max_plans=3, max_tokens=100)
-    attention, topology = AttentionConfig(2, head_dim=8), Topology(1, 2)
-
-    def get(*lengths: int, algorithm: str = "ring", **options: Any) -> Any:
-        return cache.get(Documents(lengths), topology, attention, algorithm, options)
-
-    first = get(20)
-    assert get(20) is first and ready == [20] and (cache.misses, cache.hits) == (1, 1)
-    assert get(20, algorithm="direct") is not first and get(20, layout="contiguous") is not first
-    assert cache.get(Documents([20]), topology, AttentionConfig(4, head_dim=8), "ring", {}) is not first
-    assert len(cache) == 3 and get(20) is not first, "a fourth was asked for since"
-    assert get(20, layout="contiguous") and cache.hits == 2
-    get(50), get(49)
-    assert len(cache) == 2 and cache.tokens == 99, "100 tokens in all"
-    get(10_000)
-    assert len(cache) == 1, "one is kept, however long"
-    with pytest.raises(ConfigError):
-        get(10, algorithm="none")
-    assert len(cache) == 1
 
 
 def _folder(settings: Any, name: str) -> Any:
@@ -265,7 +198,7 @@ def deals_otherwise(settings: str, odd: int) -> str:
 
 
 @pytest.mark.parametrize("verify", [False, True])
-def test_replicas_that_deal_otherwise_are_told(
+def test_replica_that_assigns_documents_differently_is_named(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, verify: bool
 ) -> None:
     """Also where only the numbers of their micro-batches tell, and before the step with verify_plans."""

@@ -9,12 +9,10 @@ import numpy as np
 import pytest
 
 from mindspeed_cp import Documents
-from mindspeed_cp.choose.candidates import Candidate
-from mindspeed_cp.config import Settings, SuiteSettings
-from mindspeed_cp.config.candidates import candidate_settings, replace_algorithm
-from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.report.run.predicted_vs_measured import compare_with_prediction
-from mindspeed_cp.report.run.step_traces import read_traced_steps
+from mindspeed_cp.config import Settings
+from mindspeed_cp.config.candidates import candidate_settings
+from mindspeed_cp.report.predicted_vs_measured import compare_with_prediction
+from mindspeed_cp.report.step_trace import read_traced_steps
 from mindspeed_cp.train.algorithm_choice import RowChooser, resolve_auto
 from tests.train.fresh_ranks import FreshRanks
 from tests.train.test_training import curve, tiny, train_here, values
@@ -36,11 +34,11 @@ def train_by_turns(settings: str) -> dict[str, Any]:
 
 
 def test_rows_of_many_algorithms_train_as_one_rank_does(fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path) -> None:
-    settings = choosing(corpus, tmp_path, train__train_iters=6, output__trace_interval=1)
+    settings = choosing(corpus, tmp_path, train__train_iters=6, output__trace_steps=[1, 2, 3, 4, 5, 6])
     made = fresh_ranks.run(2, train_by_turns, settings.model_dump_json())[0]["lines"]
     alone = curve(fresh_ranks, tiny(corpus, tmp_path / "one", train__train_iters=6), 1)
     assert values(made) == pytest.approx(values(alone), rel=1e-5)
-    steps, _ = read_traced_steps(tmp_path)
+    steps = read_traced_steps(tmp_path)
     taken = {(name, tuple(options.items())) for step in steps for _, name, options in step.micro_batches(0)}
     assert len({name for name, _ in taken}) >= 3
     words = ["ring", *ALSO]
@@ -51,12 +49,10 @@ def test_rows_of_many_algorithms_train_as_one_rank_does(fresh_ranks: FreshRanks,
     for predicted, step in zip(
         [pair.predicted for pair in compare_with_prediction(tmp_path).pairs], steps, strict=True
     ):
-        assert np.allclose(predicted.sent, step.breakdown.sent) and np.array_equal(
-            predicted.messages, step.breakdown.messages
-        )
+        assert np.allclose(predicted.sent, step.breakdown.sent)
 
 
-def test_every_rank_chooses_alike_by_the_first_rows(corpus: Path, tmp_path: Path) -> None:
+def test_all_ranks_choose_the_same_algorithm(corpus: Path, tmp_path: Path) -> None:
     settings = choosing(corpus, tmp_path, context_parallel_suite__context_parallel_size=4)
     chooser, other = RowChooser(settings), RowChooser(settings)
     assert [choice.algorithm for choice in chooser.choices] == ["ring", "ulysses", "direct", "hierarchical"]
@@ -70,7 +66,7 @@ def test_every_rank_chooses_alike_by_the_first_rows(corpus: Path, tmp_path: Path
     assert alone(Documents([517])) == ("ring", {}, "ring") and len(alone.choices) == 1
 
 
-def test_auto_leaves_rows_a_few_to_choose_from(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_gives_rows_a_few_candidates(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "mindspeed_cp.choose.batch_chooser.SHORTLIST_WITHIN", 100.0
     )  # rows so short are all launches and latencies
@@ -85,57 +81,3 @@ def test_auto_leaves_rows_a_few_to_choose_from(corpus: Path, tmp_path: Path, mon
     assert [candidate.context_parallel_suite.candidates for candidate in every] == [None] * len(every)
     assert RowChooser(chosen)(Documents([517])) in RowChooser(chosen).choices
     assert Settings(**chosen.model_dump(exclude_unset=True)) == chosen
-
-
-def test_lanes_are_for_rings_alone(corpus: Path, tmp_path: Path) -> None:
-    rings = choosing(corpus, tmp_path, context_parallel_suite__candidates=["double_ring:cp_window_size=2"])
-    assert rings.context_parallel_suite.uses_directional_groups
-    mixed = choosing(corpus, tmp_path)
-    assert not mixed.context_parallel_suite.uses_directional_groups
-    assert not any(candidate.context_parallel_suite.uses_directional_groups for candidate in candidate_settings(mixed))
-
-
-def test_what_auto_takes_has_lanes_if_it_is_a_ring(corpus: Path, tmp_path: Path) -> None:
-    settings = tiny(corpus, tmp_path, context_parallel_suite__algorithm="auto")
-    ring = replace_algorithm(settings, Candidate("ring"))
-    assert ring.context_parallel_suite.p2p_groups == "auto" and ring.context_parallel_suite.uses_directional_groups
-    assert not replace_algorithm(
-        settings, Candidate("ring"), ["ulysses"]
-    ).context_parallel_suite.uses_directional_groups
-
-
-def test_a_section_alone_checks_what_rows_choose_from() -> None:
-    with pytest.raises(
-        ConfigError, match="candidates = \"bogus\": cannot be used: algorithm is 'bogus': unknown algorithm"
-    ):
-        SuiteSettings(context_parallel_size=4, candidates=["bogus"])
-    twice = ["hierarchical:prefetch=2:routing=true", "hierarchical:routing=true:prefetch=2"]
-    with pytest.raises(ConfigError, match="is there already"):
-        SuiteSettings(context_parallel_size=4, candidates=twice)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"candidates": ["rings"]}, "candidates = \"rings\": cannot be used: algorithm is 'rings': unknown algorithm"),
-        ({"candidates": ["ring"]}, 'candidates = "ring": cannot be used: it is there already; leave it out'),
-        ({"candidates": ["hybrid", "hybrid"]}, 'candidates = "hybrid": cannot be used: it is there already'),
-        (
-            {"candidates": ["hybrid:window=2"]},
-            "'window=2': hybrid has no such option; valid: ulysses_degree=..., layout=...",
-        ),
-        ({"candidates": ["hybrid:ulysses_degree=2:ulysses_degree=4"]}, "ulysses_degree is given twice"),
-        ({"candidates": ["hybrid:ulysses_degree=3"]}, "must be a divisor of the 2 ranks: 1, 2 or null"),
-        ({"candidates": ["ring:layout=round"]}, "layout is 'round'; valid: one of zigzag, contiguous, balanced"),
-        ({"candidates": "auto"}, 'candidates = "auto": needs algorithm: auto; or name the algorithms'),
-        (
-            {"algorithm": "auto", "candidates": ["ring"]},
-            "auto chooses the other algorithms itself; give candidates: auto",
-        ),
-    ],
-)
-def test_what_rows_cannot_choose_is_refused(corpus: Path, tmp_path: Path, changes: dict[str, Any], said: str) -> None:
-    given = {f"context_parallel_suite__{key}": value for key, value in changes.items()}
-    with pytest.raises(ConfigError, match="context_parallel_suite") as caught:
-        tiny(corpus, tmp_path, context_parallel_suite__context_parallel_size=2, **given)
-    assert said in str(caught.value) and "\n" not in str(caught.value)

@@ -18,7 +18,7 @@ from mindspeed_cp.train.fused_operators import FusedOperators, choose_fused_oper
 RATES = dict(lr=0.03, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
 
 
-def test_true_needs_an_npu() -> None:
+def test_fused_operators_true_needs_an_npu() -> None:
     with pytest.raises(ConfigError) as caught:
         Settings(train={"device": "cpu", "fused_operators": True})  # type: ignore[arg-type]
     assert str(caught.value) == (

@@ -6,14 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from mindspeed_cp import Topology
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.report.run.predicted_vs_measured import compare_with_prediction
+from mindspeed_cp.report.predicted_vs_measured import compare_with_prediction
 from tests.train.fresh_ranks import FreshRanks
-from tests.train.test_beside import MODELS
+from tests.train.test_splits import MODELS
 from tests.train.test_training import assert_same_curve, curve, tiny, train_here, values
 
 CP2: dict[str, Any] = dict(context_parallel_suite__context_parallel_size=2)
@@ -47,7 +46,7 @@ def pool_curve(fresh_ranks: FreshRanks, settings: Any, ranks: int, pools: list[i
     lines: list[dict[str, Any]] = outcome["lines"]
     expected = [pools[index % len(pools)] for index in range(len(lines))]
     taken = sum(line["pooled"] > 0 for line in lines)
-    assert (outcome["summary"]["pooled_steps"], outcome["summary"]["pool_choices"]) == (taken, len(lines))
+    assert outcome["summary"]["pool"] == [taken, len(lines)]
     assert ranks == 1 or values(lines, "pooled") == expected
     return lines
 
@@ -63,7 +62,6 @@ def reference(fresh_ranks: FreshRanks, corpus: Path, tmp_path_factory: pytest.Te
     [
         pytest.param(ALL_WAYS, {"data__pool_ranks": 2}, id="2 pools, 1 and none in turn, 4 replicas of one rank"),
         pytest.param(IN_TURN, CP2, id="in turn, 2 replicas of 2 ranks"),
-        pytest.param(ALWAYS, CP2, id="always, 2 replicas of 2 ranks", marks=pytest.mark.thorough),
         pytest.param(
             ALWAYS, {"train__use_distributed_optimizer": True}, id="always, 4 replicas of one rank",
             marks=pytest.mark.thorough,
@@ -129,14 +127,6 @@ def test_experts_over_all_replicas(
     assert_same_curve(pool_curve(fresh_ranks, settings, 4, pools), alone, TOLERANCE)
 
 
-@pytest.mark.thorough  # the numbers of documents are those of balance: time
-def test_what_dropout_drops_does_not_depend_on_the_pool(fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path) -> None:
-    changes = {**COMMON, "model__attention_dropout": 0.1, "train__train_iters": 3}
-    alone = curve(fresh_ranks, tiny(corpus, tmp_path / "one", **changes, data__balance="time"), 1)
-    settings = tiny(corpus, tmp_path / "pool", **changes, **TWO_POOLS)
-    assert_same_curve(pool_curve(fresh_ranks, settings, 4, ALL_WAYS), alone, TOLERANCE)
-
-
 @pytest.mark.thorough
 def test_a_checkpoint_of_replicas_resumes_under_the_pool_and_back(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, reference: list[dict[str, Any]]
@@ -147,7 +137,7 @@ def test_a_checkpoint_of_replicas_resumes_under_the_pool_and_back(
         settings = tiny(corpus, tmp_path, **more, **changes)
         lines = fresh_ranks.run(4, choosing, settings.model_dump_json(), pools)[0]["lines"]
     assert_same_curve(lines, reference, TOLERANCE)
-    assert [line.get("pooled") for line in lines] == [None, None, 1, 2, None]
+    assert values(lines, "pooled") == [0, 0, 1, 2, 0]
 
 
 def chooses_otherwise(settings: str, odd: int) -> str:
@@ -163,42 +153,12 @@ def chooses_otherwise(settings: str, odd: int) -> str:
     return str(caught.value)
 
 
-def test_ranks_that_choose_otherwise_are_told_before_they_wait_for_each_other(
+def test_rank_that_chooses_other_pools_is_named_before_ranks_wait(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
 ) -> None:
     settings = tiny(corpus, tmp_path, **COMMON, **POOL, **CP2)
     for text in fresh_ranks.run(4, chooses_otherwise, settings.model_dump_json(), 2):
         assert text.startswith("step 1: rank 2 has assigned documents to replicas differently")
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        pytest.param(CP2, id="2 replicas of 2 ranks"),
-        pytest.param(
-            {
-                "train__tensor_model_parallel_size": 2,
-                "train__sequence_parallel": True,
-                "context_parallel_suite__remap": "hidden",
-            },
-            id="sequence parallel, hidden states move",
-            marks=pytest.mark.thorough,
-        ),
-    ],
-)
-@pytest.mark.thorough
-def test_traces_of_steps_of_both_kinds_have_the_messages_of_their_plans(
-    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, more: dict[str, Any]
-) -> None:
-    changes = {**COMMON, **POOL, **more, "train__train_iters": 4, "output__trace_steps": [3, 4]}
-    fresh_ranks.run(4, choosing, tiny(corpus, tmp_path, **changes).model_dump_json(), IN_TURN)
-    pairs = compare_with_prediction(tmp_path).pairs
-    assert [pair.step.is_pooled for pair in pairs] == [True, False]
-    for pair in pairs:
-        assert (pair.predicted.sent == pair.measured.sent).all()
-        assert (pair.predicted.messages == pair.measured.messages).all()
-        assert (pair.measured.sent.sum() > 0) == (pair.step.topology.ranks > 1)
-        assert np.ptp(pair.predicted.seconds) == pytest.approx(0, abs=1e-12)
 
 
 @pytest.mark.thorough
@@ -209,16 +169,14 @@ def test_traces_of_a_step_on_two_pools_have_the_messages_of_both(
     settings = tiny(corpus, tmp_path, **COMMON, **TWO_POOLS, **moves, output__trace_steps=[3])
     fresh_ranks.run(4, choosing, settings.model_dump_json(), SEVERAL)
     (pair,) = compare_with_prediction(tmp_path).pairs
-    assert pair.step.is_pooled and pair.step.groups == 2 and pair.step.topology == Topology(1, 2)
-    assert (pair.predicted.sent == pair.measured.sent).all() and pair.measured.sent.sum() > 0
-    assert (pair.predicted.messages == pair.measured.messages).all()
+    assert pair.step.metadata["pool"] and pair.step.groups == 2 and pair.step.topology == Topology(1, 2)
+    assert (pair.predicted.sent == pair.step.breakdown.sent).all() and pair.step.breakdown.sent.sum() > 0
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "more",
     [
-        pytest.param({**CP2, "data__pool_ranks": 4}, id="2 pools of 2 replicas of 2 ranks"),
         pytest.param({"train__pipeline_model_parallel_size": 2, "data__pool_ranks": 2}, id="2 stages"),
         pytest.param(
             {
@@ -236,28 +194,3 @@ def test_two_pools_of_eight_ranks(
 ) -> None:
     settings = tiny(corpus, tmp_path, **COMMON, **POOL, **more)
     assert_same_curve(pool_curve(fresh_ranks, settings, 8, ALL_WAYS), reference, TOLERANCE)
-
-
-@pytest.mark.thorough
-def test_no_rank_holds_more_tokens_than_one_and_a_half_shares(
-    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
-) -> None:
-    settings = tiny(corpus, tmp_path, **COMMON, **POOL, **CP2)
-    held = np.array(fresh_ranks.run(4, tokens_of_ranks, settings.model_dump_json()))
-    assert 0.5 * 517 / 2 < held.max() <= np.ceil(1.5 * 517 / 2)
-
-
-def tokens_of_ranks(settings: str) -> int:
-    """In a rank: train; the most tokens of a micro-batch that it held."""
-    from mindspeed_cp.train import step
-
-    forward, held = step._forward, [0]
-
-    def counted(batches: Any, model: Any) -> Any:
-        result = forward(batches, model)
-        held.append(int(result[0].numel()))
-        return result
-
-    step._forward = counted
-    choosing(settings, ALWAYS)
-    return max(held)

@@ -1,10 +1,9 @@
-"""Files of a run: metrics, pictures, TensorBoard, and the lock."""
+"""Files of a run: metrics, TensorBoard, and the lock."""
 
 from __future__ import annotations
 
 import math
 import os
-from dataclasses import fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,9 @@ import torch
 
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.report.run.charts import draw_training_curves
 from mindspeed_cp.train.output import RunWriter, check_tensorboard
 from mindspeed_cp.train.run_files import RunFiles, read_metrics, truncate_metrics, write_text
-from mindspeed_cp.train.step import StepResult, StepSums
+from mindspeed_cp.train.step import StepResult
 from tests.train.test_identity import changed
 
 
@@ -41,17 +39,20 @@ def test_tensorboard_is_refused_where_it_is_missing(monkeypatch: pytest.MonkeyPa
 def writer(tmp_path: Path, step: int = 0, **output: Any) -> RunWriter:
     files = RunFiles(tmp_path)
     files.create()
-    settings = Settings(output={"folder": str(tmp_path), "progress": "lines", "log_interval": 2, **output})  # type: ignore[arg-type]
-    return RunWriter(files, settings, step, {}, 1, torch.device("cpu"))
+    settings = Settings(output={"folder": str(tmp_path), "log_interval": 2, **output})  # type: ignore[arg-type]
+    return RunWriter(files, settings, step, None, 1, torch.device("cpu"))
 
 
 def result(loss: float, **more: Any) -> StepResult:
-    sums = dict.fromkeys((field.name for field in fields(StepSums)), 1) | {"algorithms": {"ring": 1}, "loss": loss}
-    return StepResult(**{**sums, "grad_norm": math.nan, "lr": 0.1, **more})  # type: ignore[arg-type]
+    names = (
+        "tokens", "documents", "flat_tokens", "imbalance", "replica_imbalance", "pooled", "planning_seconds", "waiting_seconds",
+    )  # fmt: skip
+    figures = {**dict.fromkeys(names, 1), "algorithms": {"ring": 1}}
+    return StepResult(loss, figures, False, {}, None, math.nan, 0.1, **more)
 
 
 def test_steps_are_lines_of_json_and_of_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first = writer(tmp_path, loss_png=False)
+    first = writer(tmp_path)
     for step in (1, 2, 3):
         first.step(step, result(math.nan if step == 3 else step / 2, problem="bad" if step == 3 else None), 0.5)
     first.close()
@@ -61,32 +62,16 @@ def test_steps_are_lines_of_json_and_of_text(tmp_path: Path, capsys: pytest.Capt
     said = capsys.readouterr().out
     assert "step 1/100  loss 0.5000" in said and "step 2/100" in said and "eta 0:00:" in said
     assert "step 3: bad; its update was left out" in said and "step 3/100" not in said
-    writer(tmp_path, 1, loss_png=False).close()  # goes back to step 1
+    writer(tmp_path, 1).close()  # goes back to step 1
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1]
 
 
 def test_run_ends_if_its_folder_is_removed(tmp_path: Path) -> None:
-    made = writer(tmp_path, loss_png=False)
+    made = writer(tmp_path)
     made.step(1, result(1.0), 0.5)
     (tmp_path / "metrics.jsonl").unlink()
     with pytest.raises(ConfigError, match=r"metrics\.jsonl: was removed while the run wrote it"):
         made.step(2, result(1.0), 0.5)
-
-
-def test_picture_that_fails_is_one_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = writer(tmp_path)
-    made.step(1, result(1.0), 0.5)
-    (tmp_path / "loss.png").mkdir()
-    made.close()
-    said = [line for line in capsys.readouterr().out.splitlines() if "loss.png" in line]
-    assert len(said) == 1 and said[0].startswith(f"{tmp_path / 'loss.png'} is not up to date: ")
-
-
-@pytest.mark.parametrize("title", ["$\\frac$", "x^$", "a$b", "\ud800", "", "x" * 5000])
-def test_title_from_outside_is_drawn_letter_by_letter(tmp_path: Path, title: str) -> None:
-    line = {"step": 1, "loss": 5.0, "lr": 1e-3, "grad_norm": 1.0}
-    draw_training_curves([line, {**line, "step": 2, "grad_norm": None}], tmp_path / "loss.png", title)
-    assert (tmp_path / "loss.png").stat().st_size > 1000
 
 
 @pytest.mark.skipif(find_spec("tensorboard") is None, reason="tensorboard is not installed")
@@ -94,7 +79,7 @@ def test_tensorboard_gets_figures_of_every_step(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     for first, last in ((0, 4), (2, 3)):  # the second start goes back to step 2
-        made = writer(tmp_path, first, tensorboard=True, loss_png=False)
+        made = writer(tmp_path, first, tensorboard=True)
         for step in range(first + 1, last + 1):
             made.step(step, result(first + step / 10), 0.5)
         made.close()

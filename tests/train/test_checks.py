@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.train.data_checks import check_calls, check_digests
+from mindspeed_cp.train.checks import check_calls, check_digests
 
 EQUAL = [[5, 7, 9], [5, 7, 9], [5, 8, 9], [5, 8, 9], [5, 6, 9], [5, 6, 9]]  # three replicas of two ranks
 

@@ -51,7 +51,7 @@ def error(**sections: dict[str, Any]) -> str:
         ({**EXPERTS, "add_bias_linear": True}, "experts have no biases"),
     ],
 )
-def test_parts_of_the_model_that_do_not_go_together(model: dict[str, Any], expected: str) -> None:
+def test_contradicting_model_settings_are_one_line(model: dict[str, Any], expected: str) -> None:
     assert expected in error(model=model)
 
 
@@ -102,7 +102,7 @@ def test_parts_of_the_model_that_do_not_go_together(model: dict[str, Any], expec
         ),
     ],
 )
-def test_sections_that_do_not_go_together(sections: dict[str, dict[str, Any]], expected: str) -> None:
+def test_contradicting_sections_are_one_line(sections: dict[str, dict[str, Any]], expected: str) -> None:
     assert expected in error(**sections)
 
 
@@ -115,7 +115,7 @@ def test_experts_are_on_equally_many_ranks() -> None:
         data_parallel_size(settings, 2)
 
 
-def test_what_goes_together_does() -> None:
+def test_valid_model_settings_are_accepted() -> None:
     model = {**LATENT, **EXPERTS, "hidden_size": 100, "window_size": [5, 0], "window_attn_skip_freq": [1, 0, 1, 1]}
     settings = Settings(model=model)  # type: ignore[arg-type]
     assert Settings.model_validate_json(settings.model_dump_json()) == settings

@@ -72,7 +72,7 @@ def test_the_even_ring_is_there_though_nobody_asked_and_only_once() -> None:
     assert compared.named("ulysses") is None
 
 
-def test_what_cannot_run_is_told_with_its_reason_and_the_others_run() -> None:
+def test_refused_algorithms_have_reasons_and_others_run() -> None:
     wanted = [
         Candidate("hierarchical", (("max_seqlen_per_dp_cp_rank", 100),)),
         Candidate("hybrid", (("ulysses_degree", 3),)),
