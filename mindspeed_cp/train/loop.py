@@ -17,7 +17,7 @@ from mindspeed_cp.config.candidates import candidate_settings
 from mindspeed_cp.config.derived import training_corpus, training_plan_options
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.data import PackedStream, TrajectoryCorpus, check_learnable, corpus_digests, open_stream
-from mindspeed_cp.engine.canary import AttentionCanary
+from mindspeed_cp.engine.attention_check import AttentionCheck
 from mindspeed_cp.errors import ConfigError, CorruptionError, DivergenceError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.megatron import check_tokens_per_step
@@ -167,7 +167,7 @@ def _run_steps(
             step = progress.step + 1
             with tracer.step(step, batches) as step_batches:
                 began = time.perf_counter()
-                checks = StepChecks(compare_digests, _canary_of_step(settings, step), queue)
+                checks = StepChecks(compare_digests, _attention_check_of_step(settings, step), queue)
                 result = run_step(
                     run.training, step_batches, step, world, run.stop_request, checks, policy, progress.losses
                 )
@@ -195,12 +195,12 @@ def _run_steps(
     return progress, saver.newest, None
 
 
-def _canary_of_step(settings: Settings, step: int) -> AttentionCanary | None:
+def _attention_check_of_step(settings: Settings, step: int) -> AttentionCheck | None:
     """Return what compares a step's attention with the reference, the same choice on all ranks; None in most steps."""
     interval, suite = settings.train.check_attention_interval, settings.context_parallel_suite
     if not interval or step % interval:
         return None
-    return AttentionCanary(settings.model.num_layers, (settings.train.seed, step), suite.timeout_seconds)
+    return AttentionCheck(settings.model.num_layers, (settings.train.seed, step), suite.timeout_seconds)
 
 
 @contextmanager
