@@ -1,12 +1,12 @@
-"""Kernels of the cpu backend: cost of masks and biases, of cuts of tiles, and of calls in fp32.
+"""Kernels of the cpu backend: cost of masks and biases, of strips, and of calls in fp32.
 
     python -m benchmarks.kernels_cpu [--heads 8] [--dim 64] [--tokens 4096] [--repeat 5] [--cuts]
 
 One document in bf16, one thread; medians of rounds in which all lines are timed in turn.
 
 Masks: milliseconds forward and backward, and the time of a visible (query, key) pair relative to causal attention:
-1.00 is a mask without cost. With --cuts, windows and ALiBi with every cut (the cost model in
-mindspeed_cp/ops/attention/cpu/cost_model.py chooses among them by measured figures).
+1.00 is a mask without cost. With --cuts, windows and ALiBi in strips of several numbers of rows, among which
+mindspeed_cp/ops/attention/cpu/lowering.py chooses.
 
 Small tiles: microseconds for the backward of one causal n x n tile, in bf16 and in fp32.
 """
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -23,50 +23,36 @@ from benchmarks.attention_work import AttentionWork, document_tiles
 from benchmarks.timing import time_in_turn
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.ops.attention import get_backend
-from mindspeed_cp.ops.attention.cpu.cost_model import SQUARE_ROWS, STRIP_ROWS, CpuCostModel
-from mindspeed_cp.ops.attention.cpu.lowering import lower_to_kernel_calls
-from mindspeed_cp.ops.attention.cpu.tile_regions import TileRegion
+from mindspeed_cp.ops.attention.cpu import lowering
+from mindspeed_cp.ops.attention.cpu.lowering import Upcasts, lower_to_kernel_calls
 from mindspeed_cp.plan import AttentionConfig
 from mindspeed_cp.plan.tiles import count_pairs
 
 CPU = torch.device("cpu")
 
 
-@dataclass(frozen=True)
-class GivenCut(CpuCostModel):
-    """Cost model that chooses a given cut."""
-
-    given: tuple[bool, int] = False, 0
-
-    def cut(self, region: TileRegion, square_rows: int) -> tuple[bool, int]:
-        squares, rows = self.given
-        return squares, min(rows, square_rows, region.width - 1) if squares else min(rows, region.rows)
-
-
 class CpuWork(AttentionWork):
-    """Attention over documents of equal length by the kernels of the cpu backend, with an optional cut of tiles.
+    """Attention over documents of equal length by the kernels of the cpu backend, optionally in strips of given rows.
 
     Attributes:
         pairs: visible (query, key) pairs.
     """
 
-    def __init__(
-        self, attention: AttentionConfig, length: int, count: int = 1, cut: tuple[bool, int] | None = None
-    ) -> None:
+    def __init__(self, attention: AttentionConfig, length: int, count: int = 1, strip_rows: int | None = None) -> None:
         documents = Documents([length] * count)
         tiles = document_tiles(documents, attention)
         self.pairs = int(count_pairs(tiles, attention).sum())
-        calls = []
+        calls, chosen = [], lowering.STRIP_ROWS
+        lowering.STRIP_ROWS = chosen if strip_rows is None else (strip_rows,)
         for direction in ("forward", "backward"):
-            costs = CpuCostModel.for_kernel(direction, attention, torch.bfloat16)
-            costs = costs if cut is None else GivenCut(direction, costs.half, costs.work, costs.native, cut)
-            calls += lower_to_kernel_calls(tiles, documents.tokens, attention, costs).values()
+            upcasts = Upcasts.of(direction, attention, torch.bfloat16)
+            calls += lower_to_kernel_calls(tiles, documents.tokens, attention, upcasts).values()
+        lowering.STRIP_ROWS = chosen
         super().__init__(get_backend("cpu"), attention, documents, CPU, calls)
 
 
 def cases(plain: AttentionConfig, tokens: int, cuts: bool) -> Iterator[tuple[str, CpuWork]]:
     """Yield the name and the work of each line."""
-    all_cuts = [(False, rows) for rows in STRIP_ROWS] + [(True, rows) for rows in SQUARE_ROWS]
     yield "causal", CpuWork(plain, tokens)
     yield "full", CpuWork(replace(plain, mask="full"), tokens)
     banded = {"ALiBi": replace(plain, alibi=True)}
@@ -74,10 +60,9 @@ def cases(plain: AttentionConfig, tokens: int, cuts: bool) -> Iterator[tuple[str
     banded |= {"window 1024, ALiBi": replace(plain, window=(1023, 0), alibi=True)}
     for name, attention in banded.items():
         yield name, CpuWork(attention, tokens)
-        for squares, rows in all_cuts if cuts else ():
+        for rows in (32, 64, 128, 256, 512, 768, 1024, 1536, 2048) if cuts else ():
             if rows <= tokens:
-                shape = "squares" if squares else "strips"
-                yield f"  {shape} of {rows}", CpuWork(attention, tokens, cut=(squares, rows))
+                yield f"  strips of {rows}", CpuWork(attention, tokens, strip_rows=rows)
     yield "full, ALiBi", CpuWork(replace(plain, mask="full", alibi=True), tokens)
     if not cuts:
         yield "dropout", CpuWork(replace(plain, dropout=0.1), tokens)
