@@ -18,7 +18,7 @@ from mindspeed_cp.config.aliases import (
     translate_megatron_keys,
 )
 from mindspeed_cp.config.suite_surroundings import check_cluster, import_modules
-from mindspeed_cp.device.npu_variants import DEFAULTS, Need, profile_of_process, profile_variants
+from mindspeed_cp.device.npu_profile import DEFAULTS, Need, profile_of_process, profile_variants
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import RANK_LIMIT, AttentionConfig, Topology
 from mindspeed_cp.schema.base import PositiveFloat, PositiveInt, Section

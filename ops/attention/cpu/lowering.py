@@ -34,7 +34,6 @@ ONE_CALL = 256
 
 #: Rows of a strip. The flash kernels process 32 queries at a time in calls of fewer than 192 queries, 64 below 768 and
 #: 256 from 768 on, so that more rows are faster; the corners of a strip are computed in vain, so that fewer waste less.
-#: `python -m benchmarks.kernels_cpu` measures both.
 STRIP_ROWS = (768, 256, 64)
 
 #: The flash backward of calls with at most this many pairs, or fewer than 192 queries, is faster in fp32 than in bf16
