@@ -31,7 +31,7 @@ import torch
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
 from mindspeed_cp.algorithms import ALGORITHMS
 from mindspeed_cp.engine import attend_all_ranks
-from mindspeed_cp.ops.attention.cpu import cost_model
+from mindspeed_cp.ops.attention.cpu import lowering
 from mindspeed_cp.ops.attention.cuda.backend import KERNELS, CudaAttention
 from mindspeed_cp.ops.attention.reference import dense_packed_attention
 from mindspeed_cp.plan.program import REDUCE_BYTES
@@ -185,7 +185,7 @@ def main() -> None:
     arguments = parser.parse_args()
     options = {"reduce_dtype": arguments.reduce_dtype}
     if arguments.arithmetic != "auto":
-        cost_model.computes_in = lambda dtype: arguments.arithmetic == "bf16"  # type: ignore[assignment]
+        lowering.computes_in = lambda dtype: arguments.arithmetic == "bf16"  # type: ignore[assignment]
     if arguments.round_weights and not arguments.backend.startswith("npu"):
         parser.error("--round-weights is of the npu backends; valid: with --backend npu, npu-fp16 or npu-fp32")
     if arguments.kernel and arguments.backend != "cuda":

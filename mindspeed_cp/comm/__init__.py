@@ -6,7 +6,6 @@ from mindspeed_cp.comm.directional_groups import (
     open_directional_groups,
     warm_up,
 )
-from mindspeed_cp.comm.exchange import ExchangeBuffers, ExchangePart, exchange_buffers
 from mindspeed_cp.comm.group_transport import GroupTransport
 from mindspeed_cp.comm.groups import comm_library, failure_reason, group_rank, group_size, has_library, resolve_group
 from mindspeed_cp.comm.in_memory import InMemoryNetwork, InMemoryPending, InMemoryTransport
@@ -19,10 +18,13 @@ from mindspeed_cp.comm.redistribution import (
 )
 from mindspeed_cp.comm.transport import (
     DEFAULT_TIMEOUT,
+    ExchangeBuffers,
+    ExchangePart,
     Pending,
     Transfer,
     Transport,
     checked_timeout,
+    exchange_buffers,
     staging_buffer,
 )
 

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_cp.comm.directional_groups import OPEN_GROUPS, DirectionalGroups, connection_order
-from mindspeed_cp.comm.exchange import ExchangeBuffers
 from mindspeed_cp.comm.groups import comm_library, failure_reason, resolve_group
-from mindspeed_cp.comm.transport import DEFAULT_TIMEOUT, Pending, Transfer, checked_timeout
+from mindspeed_cp.comm.transport import DEFAULT_TIMEOUT, ExchangeBuffers, Pending, Transfer, checked_timeout
 from mindspeed_cp.device.npu_errors import HCCL_REMEDY, is_lost_peer, short_cause
 from mindspeed_cp.errors import PeerError
 
@@ -134,10 +133,6 @@ class GroupTransport:
     def ranks(self) -> int:
         """Number of ranks of the group."""
         return len(self._global_ranks)
-
-    def global_rank(self, peer: int) -> int:
-        """Return the global rank of a rank of the group."""
-        return self._global_ranks[peer]
 
     def is_unrelated(self, error: RuntimeError) -> bool:
         """Return True if the error does not blame a peer: on a device, an earlier operator may have failed."""

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, no_grad, uint8
 
-from mindspeed_cp.comm.exchange import ExchangeBuffers
-from mindspeed_cp.comm.transport import Transfer
+from mindspeed_cp.comm.transport import ExchangeBuffers, Transfer
 from mindspeed_cp.errors import PeerError
 
 #: Bytes of this value are NaN in every floating-point type.

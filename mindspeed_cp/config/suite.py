@@ -18,7 +18,7 @@ from mindspeed_cp.config.aliases import (
     read_algorithm,
     translate_megatron_keys,
 )
-from mindspeed_cp.device.npu_variants import DEFAULTS, Need, profile_of_process, profile_variants
+from mindspeed_cp.device.npu_profile import DEFAULTS, Need, profile_of_process, profile_variants
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import RANK_LIMIT, AttentionConfig, Topology
 from mindspeed_cp.schema.base import PositiveFloat, PositiveInt, Section

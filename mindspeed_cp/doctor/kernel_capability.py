@@ -2,7 +2,7 @@
 
 CANN has many kernels for a call of attention and takes one by its type, lengths and widths; a device or a release may
 be wrong in one of them alone. The rows make the profile of a device, by which settings take the fastest variant that
-passed (`mindspeed_cp/device/npu_variants.py`).
+passed (`mindspeed_cp/device/npu_profile.py`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_cp.device.npu_profile import Condition, NpuIdentity, NpuProfile, ProfileRow, read_profile
-from mindspeed_cp.device.npu_variants import DEFAULTS, VARIANTS, Need, choose_variants
+from mindspeed_cp.device.npu_profile import (
+    DEFAULTS,
+    VARIANTS,
+    Condition,
+    Need,
+    NpuIdentity,
+    NpuProfile,
+    ProfileRow,
+    choose_variants,
+    read_profile,
+)
 from mindspeed_cp.doctor.guarded import Failure, GuardedCall
 from mindspeed_cp.doctor.operator import DTYPES, MAX_DIFFERENCE, OperatorCase, plan_of
 from mindspeed_cp.doctor.reference import RESULT_NAMES, reference_inputs, reference_results, relative_difference

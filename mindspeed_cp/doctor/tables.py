@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mindspeed_cp.device.npu_profile import NpuProfile, ProfileRow
-from mindspeed_cp.device.npu_variants import VARIANTS
+from mindspeed_cp.device.npu_profile import VARIANTS, NpuProfile, ProfileRow
 from mindspeed_cp.device.open_files import largest_run
 from mindspeed_cp.doctor.kernel_capability import taken_by_profile
 from mindspeed_cp.doctor.operator import DTYPES

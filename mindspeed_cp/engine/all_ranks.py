@@ -24,10 +24,13 @@ from mindspeed_cp.engine.attention import (
     LayerWeights,
     RankCall,
     backward_run,
+    check_inputs,
+    check_options,
+    check_types,
+    checked_key,
     checked_weights,
     forward_run,
 )
-from mindspeed_cp.engine.inputs import check_inputs, check_options, check_types, checked_key
 from mindspeed_cp.engine.program_run import Run
 from mindspeed_cp.engine.rank_context import rank_context
 from mindspeed_cp.errors import ConfigError, PeerError

@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed_cp.comm import RankRedistribution, Transport, rank_redistribution
-from mindspeed_cp.engine.program_run import Run, run_to_end
+from mindspeed_cp.engine.program_run import Run, redistribute, run_to_end
 from mindspeed_cp.engine.recorder import PartRecorder, recorded_call
-from mindspeed_cp.engine.redistribute import redistribute
 from mindspeed_cp.layout import Redistribution, sequence_parallel_layout
 from mindspeed_cp.plan import Plan
 

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_cp.engine.attention import context_parallel_attention
-from mindspeed_cp.engine.inputs import check_types
+from mindspeed_cp.engine.attention import check_types, context_parallel_attention
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention.latent import checked_up_projection
 from mindspeed_cp.plan import AttentionConfig, Plan

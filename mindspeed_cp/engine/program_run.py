@@ -1,4 +1,4 @@
-"""Runs programs on one rank: slots of keys and values, their gradients, and the messages between ranks.
+"""Runs programs and redistributions on one rank: slots of keys and values, their gradients, and the messages.
 
 A computation is a generator. It yields after its redistributions are posted, after the computation of each step, and
 after the redistributions of its results are posted; other parts of the plan then continue. The yielded value is the
@@ -14,10 +14,22 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mindspeed_cp.comm import ExchangePart, Pending, Transfer, Transport, exchange_buffers, staging_buffer
-from mindspeed_cp.engine.recorder import COMPUTE, UNPACK, PartRecorder
-from mindspeed_cp.engine.schedule import ExchangeOp, P2POp, RankSchedule
+from mindspeed_cp.comm import (
+    ExchangePart,
+    Pending,
+    RankRedistribution,
+    Transfer,
+    Transport,
+    exchange_buffers,
+    staging_buffer,
+    start_redistributions,
+)
+from mindspeed_cp.engine.rank_schedule import ExchangeOp, P2POp, RankSchedule
+from mindspeed_cp.engine.recorder import COMPUTE, POST, UNPACK, PartRecorder
+from mindspeed_cp.ops.attention import AttentionBackend, BackwardState, ForwardState
+from mindspeed_cp.ops.attention.latent import LatentExpansion
 from mindspeed_cp.ops.rows import RowIndex, add_rows, put_rows, take_rows
+from mindspeed_cp.plan import AttentionConfig
 
 Result = TypeVar("Result")
 
@@ -181,6 +193,78 @@ class ProgramRun:
                 put_rows(slot, op.rows, buffer)
         for total in self._gradients[op.slot] or ():
             put_rows(total, op.rows, 0)
+
+
+class SlotReader:
+    """Runs the kernel calls of a slot on its keys and values, which it makes from latents if the slot holds these.
+
+    Keys and values that were made are freed after the calls, and made again where a later step or the backward reads
+    the same rows.
+
+    Args:
+        backend: backend of the attention operator.
+        attention: attention of the part.
+        expansion: expansion of latents to the heads of this rank; None where slots hold keys and values.
+        dkv_up: gradient of the weight of the expansion, fp32; None in the forward.
+    """
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        attention: AttentionConfig,
+        expansion: LatentExpansion | None,
+        dkv_up: Tensor | None = None,
+    ) -> None:
+        self._backend, self._attention = backend, attention
+        self._expansion, self._dkv_up = expansion, dkv_up
+
+    def forward(self, run: ProgramRun, slot: int, calls: Any, rows: RowIndex | None, state: ForwardState) -> None:
+        """Run calls of the forward; `rows` as in `RankStep.rows_read`."""
+        k, v = run.k[slot], run.v[slot]
+        if self._expansion is not None:
+            assert rows is not None
+            k, v = self._expansion.expand(take_rows(k, rows), take_rows(v, rows))
+        self._backend.forward(calls, self._attention, state, k, v)
+
+    def backward(self, run: ProgramRun, slot: int, calls: Any, rows: RowIndex | None, state: BackwardState) -> None:
+        """Run calls of the backward, and add the gradients of the slot's rows to the slot's."""
+        if self._expansion is None:
+            self._backend.backward(calls, self._attention, state, run.k[slot], run.v[slot], *run.gradient(slot))
+            return
+        assert rows is not None and self._dkv_up is not None
+        shared, latent = take_rows(run.k[slot], rows), take_rows(run.v[slot], rows)
+        k, v = self._expansion.expand(shared, latent)
+        dk, dv = torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32)
+        self._backend.backward(calls, self._attention, state, k, v, dk, dv)
+        gradients = self._expansion.gradient(dk, dv, latent, self._dkv_up)
+        for total, gradient in zip(run.gradient(slot), gradients, strict=True):
+            add_rows(total, rows, gradient)
+
+
+def redistribute(
+    tensors: Sequence[Tensor],
+    redistributions: Sequence[RankRedistribution | None],
+    transport: Transport | None,
+    label: str,
+    tag: int = 0,
+    recorder: PartRecorder | None = None,
+) -> Run[list[Tensor]]:
+    """Redistribute several tensors at once and return them. Tensors without a redistribution are returned unchanged.
+    Yields once, after all transfers are posted.
+
+    Raises:
+        PeerError: a peer died or did not answer in time.
+    """
+    work = [(x, item) for x, item in zip(tensors, redistributions, strict=True) if item is not None]
+    start = None if recorder is None else recorder.mark()
+    in_flight = start_redistributions(work, transport, label, tag)
+    posted = None if recorder is None else recorder.record_span(POST, start, None)
+    yield in_flight.pending
+    start = None if recorder is None else recorder.mark()
+    outputs = iter(in_flight.finish())
+    if recorder is not None:
+        recorder.record_redistributed(posted, start, work)
+    return [x if item is None else next(outputs) for x, item in zip(tensors, redistributions, strict=True)]
 
 
 def run_interleaved(runs: Sequence[Run[Result]], step_order: Sequence[int]) -> Run[list[Result]]:

@@ -14,8 +14,7 @@ from mindspeed_cp.comm import GroupTransport, checked_timeout, group_rank, group
 from mindspeed_cp.engine.agreement import plan_digest
 from mindspeed_cp.engine.call_agreement import CallAgreement
 from mindspeed_cp.engine.rank_parts import build_rank_parts
-from mindspeed_cp.engine.rank_schedule import build_rank_schedule
-from mindspeed_cp.engine.schedule import RankSchedule
+from mindspeed_cp.engine.rank_schedule import RankSchedule, build_rank_schedule
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention import AttentionBackend, Heads, backend_for_device
 from mindspeed_cp.plan import Plan

@@ -9,13 +9,54 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_cp.comm import as_row_index
-from mindspeed_cp.engine.redistribute import QkvRedistributions, qkv_redistributions
+from mindspeed_cp.comm import RankRedistribution, as_row_index, rank_redistribution
 from mindspeed_cp.layout import ragged_arange
 from mindspeed_cp.ops.rows import RowIndex, put_rows
 from mindspeed_cp.plan import Plan, part_ends, part_rows
 
 REDISTRIBUTION_TAGS = 4  # tags per part; at most three redistributions (q, k and v) are in flight at once
+
+
+@dataclass(frozen=True)
+class QkvRedistributions:
+    """The redistributions of one rank; None between equal layouts.
+
+    Attributes:
+        q, kv: from the layout of the caller to the layout of the computation.
+        q_adjoint, kv_adjoint: back to the layout of the caller.
+        kv_has_copies: True if several ranks hold the same kv head, whose gradients are then summed on the way back.
+    """
+
+    q: RankRedistribution | None
+    kv: RankRedistribution | None
+    q_adjoint: RankRedistribution | None
+    kv_adjoint: RankRedistribution | None
+    kv_has_copies: bool
+
+
+def qkv_redistributions(
+    plan: Plan,
+    rank: int,
+    device: torch.device,
+    rows: np.ndarray | None = None,
+    kv_rows: np.ndarray | None = None,
+) -> QkvRedistributions:
+    """Return the redistributions of a rank, with row numbers on a device.
+
+    Args:
+        plan: a plan without parts.
+        rank: context-parallel rank.
+        device: device of the tensors.
+        rows, kv_rows: if the tensors of the caller have other rows as well, the indices of the plan's rows among them.
+    """
+    q, kv = plan.q_redistribution, plan.kv_redistribution
+    return QkvRedistributions(
+        None if q is None else rank_redistribution(q, rank, device, rows=rows),
+        None if kv is None else rank_redistribution(kv, rank, device, rows=kv_rows),
+        None if q is None else rank_redistribution(q, rank, device, adjoint=True),
+        None if kv is None else rank_redistribution(kv, rank, device, adjoint=True),
+        kv is not None and kv.has_copies,
+    )
 
 
 @dataclass(frozen=True)

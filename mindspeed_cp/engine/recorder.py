@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_cp.comm import RankRedistribution
-from mindspeed_cp.engine.schedule import P2POp
+from mindspeed_cp.engine.rank_schedule import P2POp
 from mindspeed_cp.layout.redistribution import is_one_message
 
 #: Activities of the engine: attention kernels; gathering rows and posting messages; waiting for messages; copying or

@@ -25,8 +25,7 @@ from mindspeed_cp.comm import (
     rank_redistribution,
 )
 from mindspeed_cp.engine.call_agreement import CallAgreement
-from mindspeed_cp.engine.program_run import Run, run_to_end
-from mindspeed_cp.engine.redistribute import redistribute
+from mindspeed_cp.engine.program_run import Run, redistribute, run_to_end
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Layout, Roll
 from mindspeed_cp.ops.rows import RowIndex, put_rows

@@ -16,7 +16,7 @@ from mindspeed_cp.comm import warm_up
 from mindspeed_cp.config.derived import training_corpus, training_plan_options
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.data import PackedStream, TrajectoryCorpus, check_learnable, corpus_digests, open_stream
-from mindspeed_cp.engine.canary import AttentionCanary
+from mindspeed_cp.engine.attention_check import AttentionCheck
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.megatron import check_tokens_per_step
@@ -128,7 +128,7 @@ def _run_steps(run: _Run, batches: MicroBatchLoader, progress: Progress) -> tupl
         step = progress.step + 1
         with run.tracer.step(step, batches) as step_batches:
             began = time.perf_counter()
-            checks = StepChecks(compare_digests, _canary_of_step(settings, step), queue)
+            checks = StepChecks(compare_digests, _attention_check_of_step(settings, step), queue)
             result = run_step(
                 run.training, step_batches, step, world, run.stop_request, checks, policy, progress.losses
             )
@@ -143,12 +143,12 @@ def _run_steps(run: _Run, batches: MicroBatchLoader, progress: Progress) -> tupl
     return progress, newest, None
 
 
-def _canary_of_step(settings: Settings, step: int) -> AttentionCanary | None:
+def _attention_check_of_step(settings: Settings, step: int) -> AttentionCheck | None:
     """Return what compares a step's attention with the reference, the same choice on all ranks; None in most steps."""
     interval, suite = settings.train.check_attention_interval, settings.context_parallel_suite
     if not interval or step % interval:
         return None
-    return AttentionCanary(settings.model.num_layers, (settings.train.seed, step), suite.timeout_seconds)
+    return AttentionCheck(settings.model.num_layers, (settings.train.seed, step), suite.timeout_seconds)
 
 
 def _warm_up_connections(settings: Settings, world: World, training: TrainingModel) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mindspeed_cp.engine.attention_check import AttentionCheck
 from mindspeed_cp.engine.call_agreement import calls_digest
-from mindspeed_cp.engine.canary import AttentionCanary
 from mindspeed_cp.engine.recorder import timed_span
 from mindspeed_cp.errors import CorruptionError, DivergenceError
 from mindspeed_cp.megatron import loss_function, megatron_imports, trajectory_loss_function
@@ -45,12 +45,12 @@ class StepChecks:
 
     Attributes:
         compare_digests: compare the dispatched batches of all ranks before computing.
-        canary: compares a part of the step's attention with the reference, before the weights are changed.
+        attention_check: compares a part of the step's attention with the reference, before the weights are changed.
         queue: tells that the device makes no calls any more, before ranks meet and after the weights are changed.
     """
 
     compare_digests: bool = False
-    canary: AttentionCanary | None = None
+    attention_check: AttentionCheck | None = None
     queue: QueueProbe | None = None
 
 
@@ -149,7 +149,7 @@ def forward_backward(
     that are not finite are only told."""
     training.zero_gradients()
     training.optimizer.zero_grad()
-    feed = _MicroBatchFeed(batches, checks.canary)
+    feed = _MicroBatchFeed(batches, checks.attention_check)
     if checks.compare_digests:
         check_digests(world.gather(feed.digests), step, _sharing_ranks(world, feed.pools))
     parts = len(training.ddp_models)  # the virtual stages of a pipeline stage, each of which takes all micro-batches
@@ -177,16 +177,16 @@ def forward_backward(
     check_digests(torch.stack([ranks[name] for name in _DIGESTS], 1), step, _sharing_ranks(world, feed.pools))
     check_calls(ranks["calls"], step, world, feed.pools)
     nonfinite = nonfinite_ranks(ranks["loss"], "the loss") or nonfinite_ranks(ranks["gradient"], "the gradient's norm")
-    if nonfinite is None and checks.canary is not None:
-        check_canary(checks.canary, step, world, feed.pools)
+    if nonfinite is None and checks.attention_check is not None:
+        compare_attention(checks.attention_check, step, world, feed.pools)
     return _sums(ranks, feed, world, nonfinite)
 
 
-def check_canary(canary: AttentionCanary, step: int, world: World, pools: int) -> None:
+def compare_attention(check: AttentionCheck, step: int, world: World, pools: int) -> None:
     """Compare after the backward, before the weights are changed; a collective of all ranks.
 
     Args:
-        canary: what it took in the step.
+        check: what it copied in the step.
         step: number of the step.
         world: this rank among all.
         pools: number of pools that the step is on; 0: replicas.
@@ -195,7 +195,7 @@ def check_canary(canary: AttentionCanary, step: int, world: World, pools: int) -
         CorruptionError: attention is wrong; raised on all ranks, and names layer, rank and queries.
         PeerError: a rank died or did not answer.
     """
-    differences = [text for text in world.gather_objects(canary.check(world.plan_group(pools))) if text is not None]
+    differences = [text for text in world.gather_objects(check.compare(world.plan_group(pools))) if text is not None]
     if differences:
         raise CorruptionError(
             f"step {step}: {differences[0]}; the step was not kept, and the same command goes on from the newest "
@@ -260,8 +260,8 @@ class _MicroBatchFeed:
         algorithms: number of micro-batches by algorithm.
     """
 
-    def __init__(self, batches: Iterator[MicroBatch], canary: AttentionCanary | None = None) -> None:
-        self._batches, self._canary = batches, canary
+    def __init__(self, batches: Iterator[MicroBatch], check: AttentionCheck | None = None) -> None:
+        self._batches, self._check = batches, check
         self.sums, self.waiting_seconds = dict.fromkeys(_SUMMED_FIELDS, 0.0), 0.0
         self.algorithms: Counter[str] = Counter()
         first = self._take()
@@ -277,8 +277,8 @@ class _MicroBatchFeed:
 
     def __next__(self) -> MicroBatch:
         micro, self._first = self._first or self._take(), None
-        if self._canary is not None and self._canary.watches(self._taken, self.micro_batches):
-            micro.params.canary = self._canary
+        if self._check is not None and self._check.watches(self._taken, self.micro_batches):
+            micro.params.attention_check = self._check
         self._taken += 1
         for name in _SUMMED_FIELDS:
             self.sums[name] += getattr(micro, name)

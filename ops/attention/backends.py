@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from mindspeed_cp.device.npu_profile import check_profile_device
-from mindspeed_cp.device.npu_variants import profile_of_process
+from mindspeed_cp.device.npu_profile import check_profile_device, profile_of_process
 from mindspeed_cp.device.select import npu_identity
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention.contract import AttentionBackend

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mindspeed_cp.device.npu_profile import NpuIdentity, NpuProfile, ProfileRow
-from mindspeed_cp.device.npu_variants import Need, choose_variants
+from mindspeed_cp.device.npu_profile import Need, NpuIdentity, NpuProfile, ProfileRow, choose_variants
 from mindspeed_cp.doctor.guarded import Failure
 from mindspeed_cp.doctor.kernel_capability import (
     CAPABILITY_CASES,

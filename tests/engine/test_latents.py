@@ -24,7 +24,6 @@ from mindspeed_cp import (
     verify_plan,
 )
 from mindspeed_cp.engine import Stepping, attend_all_ranks, attend_in_process
-from mindspeed_cp.engine.canary import AttentionCanary, check_all_ranks
 from mindspeed_cp.engine.latent_attention import expanded_rows
 from mindspeed_cp.ops.attention import dense_packed_attention
 from mindspeed_cp.ops.attention.latent import LatentExpansion
@@ -32,6 +31,7 @@ from mindspeed_cp.plan import Plan, traffic
 from mindspeed_cp.simulate.tile_work import TileCounter
 from tests.engine.cases import Case, all_ranks, filled_with_nan, variants
 from tests.engine.draw import problem
+from tests.engine.test_attention_check import compare_here, watch
 from tests.engine.test_buffers import sent
 from tools import capabilities
 
@@ -239,7 +239,7 @@ def test_the_bytes_of_the_plan_are_sent(variant: str, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("name", ["window", "packed and ragged"])
-def test_the_canary_knows_latents(name: str) -> None:
+def test_the_check_of_attention_expands_latents(name: str) -> None:
     case = PROBLEMS[name].on(3, "ring")
     plan, leaves, dout = all_ranks(case)
     texts: dict[bool, list[str | None]] = {True: [], False: []}
@@ -247,11 +247,9 @@ def test_the_canary_knows_latents(name: str) -> None:
         weight = kv_up_of(case)
         out = attend_all_ranks(*leaves, plan, kv_up=weight if right else 1.1 * weight)
         for seed in range(4):
-            canaries = [AttentionCanary(1, (seed,)) for _ in range(case.ranks)]
-            for rank, canary in enumerate(canaries):
-                canary.observe(*(xs[rank] for xs in leaves), out[rank], plan, rank, None, None, weight)
+            checks = watch(case, plan, leaves, out, seed, kv_up=weight)
             torch.autograd.grad(out, [x for xs in leaves for x in xs], dout, retain_graph=True)
-            texts[right].append(check_all_ranks(canaries))
+            texts[right].append(compare_here(checks))
     assert texts[True] == [None] * 4
     assert all(text is not None and "attention of layer 1" in text for text in texts[False])
 

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from mindspeed_cp import ConfigError, context_parallel_attention
 from mindspeed_cp.engine import Stepping, attend_all_ranks, attend_in_process
-from mindspeed_cp.engine.canary import AttentionCanary, check_all_ranks
 from mindspeed_cp.ops.attention import attention, attention_backward, dense_packed_attention, sink_gradient
 from tests.engine.cases import NAMES, VARIANTS, Case, all_ranks, attend_here, filled_with_nan, variants
 from tests.engine.draw import problem
+from tests.engine.test_attention_check import compare_here, watch
 from tools import capabilities
 
 RESULTS = (*NAMES, "dsink")
@@ -202,20 +202,17 @@ def test_one_device_agrees_with_fp64(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["window", pytest.param("dropout", marks=pytest.mark.thorough)])
-def test_the_canary_knows_the_sink(name: str) -> None:
+def test_the_check_of_attention_needs_the_sink(name: str) -> None:
     case = PROBLEMS[name].on(3, "ring")
     plan, leaves, dout = all_ranks(case)
     out = attend_here(case, plan, leaves, sink=sink_of(case))
     texts: dict[bool, list[str | None]] = {True: [], False: []}
-    for told in (True, False):
+    for has_sink in (True, False):
         for seed in range(4):
-            canaries = [AttentionCanary(1, (seed,)) for _ in range(case.ranks)]
-            for rank, canary in enumerate(canaries):
-                rows, key = [of_ranks[rank] for of_ranks in leaves], case.dropout_key if case.dropout else None
-                canary.observe(*rows, out[rank], plan, rank, key, sink_of(case) if told else None)
-            if told:
+            checks = watch(case, plan, leaves, out, seed, sink=sink_of(case) if has_sink else None)
+            if has_sink:
                 torch.autograd.grad(out, [x for of_ranks in leaves for x in of_ranks], dout, retain_graph=True)
-            texts[told].append(check_all_ranks(canaries))
+            texts[has_sink].append(compare_here(checks))
     assert texts[True] == [None] * 4
     assert any(text is not None for text in texts[False])
 

@@ -1,4 +1,4 @@
-"""The whole table of capabilities: every cell is exact against fp64, or refused with its message."""
+"""Every exact cell of the table of capabilities against fp64; tests/config/test_capabilities.py shows what is refused."""
 
 from __future__ import annotations
 
@@ -10,22 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_cp import ConfigError
 from mindspeed_cp.algorithms import ALGORITHMS
-from mindspeed_cp.engine import Stepping
 from tests.engine.cases import SIZES, Case, errors, run_here, worst
 from tests.engine.draw import cell_of, problem
 from tools import capabilities
 
-CELLS = [cell for cell in capabilities.all_cells() if cell.backend == "cpu"]
-EXACT = [cell for cell in CELLS if capabilities.unsupported(cell) is None]
-REFUSED = [cell for cell in CELLS if capabilities.unsupported(cell) is not None]
+EXACT = [cell for cell in capabilities.all_cells() if cell.backend == "cpu" and capabilities.unsupported(cell) is None]
 
 
-def drawn(cell: capabilities.Cell, turn: int = 0) -> Case:
-    """The problem that stands for a cell; always the same, as long as the names of the cell are. With this salt every
-    value of every feature goes through all sizes."""
-    rng = Random(f"{cell} {turn} 10")
+def drawn(cell: capabilities.Cell) -> Case:
+    """The problem that stands for a cell; always the same, as long as the names of the cell are."""
+    rng = Random(f"{cell} 0 10")
     return problem(cell, rng.choice(SIZES), rng)
 
 
@@ -41,45 +36,19 @@ CASES = [drawn(cell) for cell in EXACT]
         for default in [ranks == 3 or (ranks == 5 and algorithm == "ring")]
     ],
 )
-def test_every_cell_agrees_with_fp64(algorithm, ranks):
+def test_every_cell_agrees_with_fp64(algorithm: str, ranks: int) -> None:
     """out, dq, dk and dv of one problem of every cell; each cell has one number of ranks, drawn with the problem."""
     cases = [case for case in CASES if (case.algorithm, case.ranks) == (algorithm, ranks)]
     assert {case: error for case in cases if (error := worst(case, run_here(case))) > 1e-5} == {}
 
 
-def test_the_problems_are_those_of_their_cells_and_go_through_all_sizes():
+def test_the_problem_of_a_cell_is_in_that_cell() -> None:
     assert [cell_of(case) for case in CASES] == EXACT
-    assert len(EXACT) + len(REFUSED) == len(CELLS)
-    for name, values in capabilities.FEATURES.items():
-        for value in values if name != "backend" else ("cpu",):
-            for algorithm in ALGORITHMS:
-                sizes = {
-                    case.ranks
-                    for cell, case in zip(EXACT, CASES, strict=True)
-                    if cell.algorithm == algorithm and getattr(cell, name) == value
-                }
-                assert sizes == set(SIZES) or (name == "algorithm" and value != algorithm), (name, value, algorithm)
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_every_other_cell_is_refused_and_the_message_names_the_alternative(algorithm):
-    for cell in (cell for cell in REFUSED if cell.algorithm == algorithm):
-        case = drawn(cell)
-        assert cell_of(case) == cell
-        with pytest.raises(ConfigError, match="; valid: "):
-            case.plan()
-
-
-@settings(max_examples=150, deadline=None, derandomize=True, database=None)
-@given(st.sampled_from(EXACT), st.sampled_from(SIZES), st.randoms(use_true_random=False))
-def test_any_combination_agrees_with_fp64(cell, ranks, rng):
-    case = problem(cell, ranks, rng)
-    assert worst(case, run_here(case, Stepping(lazy=True))) <= 1e-5, case
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(st.sampled_from(EXACT), st.sampled_from(SIZES), st.randoms(use_true_random=False))
-def test_any_combination_is_as_good_as_bf16_can_be(cell, ranks, rng):
+def test_any_cell_is_as_good_as_bf16_can_be(cell: capabilities.Cell, ranks: int, rng: Random) -> None:
     """dq and dk are differences, nothing where a query sees one key only, of terms that come from the rounded output."""
     case = replace(problem(cell, ranks, rng), dtype=torch.bfloat16)
     largest_errors = errors(case, run_here(case), case.reference())

@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 
 from mindspeed_cp import ConfigError, Documents, context_parallel_attention
 from mindspeed_cp.engine import attend_in_process
-from mindspeed_cp.engine.canary import check_all_ranks
+from mindspeed_cp.engine.attention_check import draw_sample
 from mindspeed_cp.ops.attention import dense_packed_attention
-from mindspeed_cp.plan.sample import draw_sample
 from tests.engine.cases import VARIANTS, Case, all_ranks, attend_here, run_all, worst
 from tests.engine.draw import parents
-from tests.engine.test_canary import backward, watch
+from tests.engine.test_attention_check import backward, compare_here, watch
 from tests.engine.test_engine import PROBLEMS
 
 TREES = {name: case for name, case in PROBLEMS.items() if case.parents is not None}
@@ -112,7 +111,7 @@ def test_ranks_with_other_parents_are_found(workers: Any) -> None:
 
 
 @pytest.mark.parametrize("variant", ["ring", "ulysses", "hierarchical, KV fetch"])
-def test_the_canary_sees_the_keys_of_the_whole_path(variant: str) -> None:
+def test_a_sample_sees_the_keys_of_the_whole_path(variant: str) -> None:
     case = replace(TREES["a trace that branches"], window=(9, 0)).on(4, variant)
     plan, documents = case.plan(), case.documents
     assert documents.trees is not None
@@ -132,15 +131,15 @@ def test_the_canary_sees_the_keys_of_the_whole_path(variant: str) -> None:
 
 
 @pytest.mark.parametrize("variant", ["direct", "ulysses", "hierarchical, KV fetch"])
-def test_the_canary_accepts_trees_and_finds_another_output(variant: str) -> None:
-    case, told = TREES["a trace that branches"].on(4, variant), 0
+def test_the_check_accepts_trees_and_finds_another_output(variant: str) -> None:
+    case, problems = TREES["a trace that branches"].on(4, variant), 0
     for seed in range(8):
         plan, leaves, dout = all_ranks(case)
         out = attend_here(case, plan, leaves)
-        canaries = watch(case, plan, leaves, out, seed)
+        checks = watch(case, plan, leaves, out, seed)
         backward(leaves, out, dout)
-        assert check_all_ranks(canaries) is None
+        assert compare_here(checks) is None
         wrong = [x * 1.2 for x in attend_here(case, plan, leaves)]
-        text = check_all_ranks(watch(case, plan, leaves, wrong, seed))
-        told += text is not None and "document" in text
-    assert told == 8
+        text = compare_here(watch(case, plan, leaves, wrong, seed))
+        problems += text is not None and "document" in text
+    assert problems == 8

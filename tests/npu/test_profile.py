@@ -17,8 +17,7 @@ import torch
 
 from mindspeed_cp import AttentionConfig, ConfigError
 from mindspeed_cp.config.suite import SuiteSettings
-from mindspeed_cp.device.npu_profile import NpuIdentity, read_profile
-from mindspeed_cp.device.npu_variants import Need, choose_variants
+from mindspeed_cp.device.npu_profile import Need, NpuIdentity, choose_variants, read_profile
 from mindspeed_cp.device.select import npu_identity
 from mindspeed_cp.doctor.kernel_capability import write_json
 from mindspeed_cp.ops.attention import backend_from_settings

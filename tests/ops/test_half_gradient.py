@@ -8,8 +8,7 @@ import torch
 from mindspeed_cp.algorithms import build_plan
 from mindspeed_cp.engine import attend_in_process
 from mindspeed_cp.layout import Documents
-from mindspeed_cp.ops.attention.npu.backend import NpuAttention
-from mindspeed_cp.ops.attention.npu.half_gradient import scale_gradient
+from mindspeed_cp.ops.attention.npu.backend import NpuAttention, scale_gradient
 from mindspeed_cp.plan import AttentionConfig, Topology
 from tests.ops.npu_oracle import OracleOperator
 

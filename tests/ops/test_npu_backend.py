@@ -29,7 +29,7 @@ from mindspeed_cp.ops.attention.head_groups import uniform_head_groups
 from mindspeed_cp.ops.attention.lowering.device_call import on_device
 from mindspeed_cp.ops.attention.lowering.fused_backend import LARGEST_SCORE
 from mindspeed_cp.ops.attention.npu.backend import NpuAttention
-from mindspeed_cp.ops.attention.npu.statistics import StatisticsOrder
+from mindspeed_cp.ops.attention.npu.fused_operator import StatisticsOrder
 from tests.engine.cases import Case
 from tests.engine.draw import problem
 from tests.host_cann import oracle

@@ -15,8 +15,14 @@ from hypothesis import strategies as st
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, build_plan
 from mindspeed_cp.algorithms import ALGORITHMS
 from mindspeed_cp.layout import ragged_arange
-from mindspeed_cp.ops.attention.lowering.duplicate_rows import scatter_rows
-from mindspeed_cp.ops.attention.lowering.fused_call import MAX_CALL_ROWS, MAX_SEQUENCES, NO_LIMIT, CallLimits, FusedCall
+from mindspeed_cp.ops.attention.lowering.fused_call import (
+    MAX_CALL_ROWS,
+    MAX_SEQUENCES,
+    NO_LIMIT,
+    CallLimits,
+    FusedCall,
+    scatter_rows,
+)
 from mindspeed_cp.ops.attention.lowering.fused_lowering import lower_to_fused_calls
 from mindspeed_cp.ops.attention.lowering.step_masks import lower_to_masks
 from mindspeed_cp.plan import BAND, CAUSAL, FULL, TILE, Plan, Program

@@ -12,12 +12,13 @@ from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mindspeed_cp.engine import context_parallel_attention
+from mindspeed_cp.engine import AttentionCheck, context_parallel_attention
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.integrations.huggingface.families import (
     EXPANSION,
@@ -100,6 +101,32 @@ UNSUPPORTED = {
 }
 
 
+class BatchChecks:
+    """The comparisons of this process's attention with the fp64 reference: in every `every`-th batch that is trained
+    on, in one layer; 0: none."""
+
+    def __init__(self) -> None:
+        self.every = self._batches = 0
+        self._checks: WeakKeyDictionary[RankPlans, AttentionCheck | None] = WeakKeyDictionary()
+
+    def of_layer(self, plan: RankPlans, layer: int) -> AttentionCheck | None:
+        """Return what observes this call of a layer, numbered from 0; the same on all ranks, whose batches are the
+        same."""
+        if not self.every:
+            return None
+        if plan not in self._checks:
+            self._batches += 1
+            seed, layers = (self._batches,), len(plan.plans.attentions)
+            due = self._batches % self.every == 0
+            self._checks[plan] = AttentionCheck(layers, seed, plan.timeout) if due else None
+        check = self._checks[plan]
+        return None if check is None or check.layer != layer + 1 else check
+
+
+#: Of this process, as is transformers' table of attention implementations; :func:`register` sets the interval.
+BATCH_CHECKS = BatchChecks()
+
+
 @torch.compiler.disable(reason="a plan's messages are no graph; everything around attention is compiled")
 def planned_attention(
     module: Any,
@@ -172,6 +199,9 @@ def planned_attention(
     # Under autocast rotary positions leave q and k in fp32; attention is one of the operators in its lower precision.
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     q, k, v = (x[0, :, : plan.rows].transpose(0, 1).to(dtype or x.dtype) for x in (query, key, value))
+    sink = None if s_aux is None else s_aux.float()
+    kv_up = None if wanted.latent is None else up_projection(label, module).to(q.dtype)
+    dropout_key = None if plan.dropout_seed is None else (plan.dropout_seed, layer)
     out = context_parallel_attention(
         q,
         k,
@@ -180,12 +210,16 @@ def planned_attention(
         group=plan.group,
         backend=plan.backend,
         timeout=plan.timeout,
-        dropout_key=None if plan.dropout_seed is None else (plan.dropout_seed, layer),
+        dropout_key=dropout_key,
         training=module.training,
         batch_digest=plan.batch_digest,
-        sink=None if s_aux is None else s_aux.float(),
-        kv_up=None if wanted.latent is None else up_projection(label, module).to(q.dtype),
+        sink=sink,
+        kv_up=kv_up,
     )
+    check = BATCH_CHECKS.of_layer(plan, layer) if module.training else None
+    if check is not None:
+        check.observe(q, k, v, out, layer_plan, plan.rank, dropout_key if wanted.dropout else None, sink, kv_up)
+        check.compare_in_backward(q, plan.group)
     padding = plan.padded_rows - plan.rows
     return (F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out)[None], None
 

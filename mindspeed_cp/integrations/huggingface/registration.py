@@ -17,11 +17,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.integrations.huggingface.attention import keep_latents, planned_attention
+from mindspeed_cp.integrations.huggingface.attention import BATCH_CHECKS, keep_latents, planned_attention
 from mindspeed_cp.integrations.huggingface.families import IMPLEMENTATION
 from mindspeed_cp.integrations.huggingface.heads import check_calls
 from mindspeed_cp.integrations.huggingface.masks import ModelMask
 from mindspeed_cp.integrations.huggingface.plans import RankPlans
+from mindspeed_cp.schema.numbers import check_count
 
 #: model_type -> beginning of the names of its classes.
 ALIBI_MODELS = {"bloom": "Bloom", "mpt": "Mpt"}
@@ -124,7 +125,7 @@ def _run(
     return out.flatten(2)
 
 
-def register() -> str:
+def register(check_attention: int | None = None) -> str:
     """Register planned attention with transformers, as ``attn_implementation="mindspeed_cp"``; may be called again.
 
     BLOOM and MPT do not call an attention implementation by name, so their attention layers are replaced in the modules
@@ -132,12 +133,20 @@ def register() -> str:
     pass on latents where the plan lets these travel. Calls of models with a plan are checked for heads that read other
     rows than their own.
 
+    Args:
+        check_attention: compare some rows of one layer's attention with an fp64 reference in every so many batches that
+            the model trains on (:mod:`mindspeed_cp.engine.attention_check`); 0: never; None: no change, at first never.
+            The comparison runs in the backward: CorruptionError, which names layer, rank and rows, comes out of it
+            before any weight changes.
+
     Returns:
         The name of the implementation.
 
     Raises:
-        ConfigError: transformers is missing or older than 5.
+        ConfigError: transformers is missing or older than 5, or check_attention is no number of batches.
     """
+    if check_attention is not None:
+        check_count("check_attention", check_attention, least=0, what="a number of batches")
     try:
         import transformers
         from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -145,6 +154,8 @@ def register() -> str:
         raise ConfigError(f"transformers cannot be imported ({error}); valid: transformers 5 or later") from None
     if int(transformers.__version__.split(".")[0]) < 5:
         raise ConfigError(f"transformers is {transformers.__version__}; valid: 5 or later")
+    if check_attention is not None:
+        BATCH_CHECKS.every = check_attention
     AttentionInterface.register(IMPLEMENTATION, planned_attention)
     AttentionMaskInterface.register(IMPLEMENTATION, planned_mask)
     replace_alibi_attention(IMPLEMENTATION)

@@ -256,8 +256,9 @@ class PlannedAttention(MegatronModule):
             sink=sink,
             kv_up=kv_up,
         )
-        if params.canary is not None and params.canary.layer == self.number_in_model:
-            params.canary.observe(q, k, v, out, plan, params.rank, dropout_key, sink, kv_up)
+        check = params.attention_check
+        if check is not None and check.layer == self.number_in_model:
+            check.observe(q, k, v, out, plan, params.rank, dropout_key, sink, kv_up)
         return params.from_rows(out)
 
     def announce(self, params: PlannedBatchParams, weight: Tensor) -> None:

@@ -14,8 +14,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor, nn
 
 from mindspeed_cp import AttentionConfig, ConfigError, Plan
+from mindspeed_cp.engine.attention_check import AttentionCheck
 from mindspeed_cp.engine.call_agreement import CallAgreement
-from mindspeed_cp.engine.canary import AttentionCanary
 from mindspeed_cp.layout import Layout, padding_rows
 from mindspeed_cp.megatron.adaptors.attentions import computes_the_same
 from mindspeed_cp.megatron.adaptors.pool_groups import PoolGroups
@@ -60,7 +60,7 @@ class PlannedBatchParams(PackedSeqParams):
         tables: rotary cos and sin that layers share, by the module that made them; dropped with either.
         batch_digest: number of the whole micro-batch, which every call of attention compares over the ranks of the
             plan; None: only the plans are compared.
-        canary: compares one layer's attention with the reference; None: not in this micro-batch.
+        attention_check: compares one layer's attention with the reference; None: not in this micro-batch.
         token_indices: result of linear_tokens, by device.
         agreement: comparison of the plans with those of other ranks; None before the first.
     """
@@ -75,7 +75,7 @@ class PlannedBatchParams(PackedSeqParams):
     mrope_positions: Tensor | None = field(default=None, repr=False, compare=False)
     pool_groups: PoolGroups | None = field(default=None, repr=False, compare=False)
     batch_digest: int | None = None
-    canary: AttentionCanary | None = field(default=None, repr=False, compare=False)
+    attention_check: AttentionCheck | None = field(default=None, repr=False, compare=False)
     token_indices: dict[torch.device, Tensor] = field(default_factory=dict, repr=False, compare=False)
     tables: WeakKeyDictionary[Any, dict[Any, Any]] = field(default_factory=WeakKeyDictionary, repr=False, compare=False)
     agreement: CallAgreement | None = field(default=None, repr=False, compare=False)

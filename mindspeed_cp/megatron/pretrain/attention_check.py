@@ -1,8 +1,8 @@
 """--cp-plan-check-attention: some queries are computed again by the fp64 reference, in Megatron's own scripts.
 
-Every N iterations, one layer of the first micro-batch is watched (:mod:`mindspeed_cp.engine.canary`). It is compared
-when the next micro-batch begins: before the weights change, if the iteration has several. The output is compared, and
-the gradient of q if the backward has run by then, as it has without pipeline stages.
+Every N iterations, one layer of the first micro-batch is watched (:mod:`mindspeed_cp.engine.attention_check`). It is
+compared when the next micro-batch begins: before the weights change, if the iteration has several. The output is
+compared, and the gradient of q if the backward has run by then, as it has without pipeline stages.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from mindspeed_cp.engine.canary import AttentionCanary
+from mindspeed_cp.engine.attention_check import AttentionCheck
 from mindspeed_cp.errors import CorruptionError
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 from mindspeed_cp.schema.numbers import check_count
@@ -26,12 +26,12 @@ def check_attention_argument(args: Namespace) -> None:
     check_count(SETTING, getattr(args, SETTING, 0), least=0, what="a number of iterations")
 
 
-class AttentionCheck:
-    """The comparison of one process, from one micro-batch to the next."""
+class IterationChecks:
+    """The comparisons of one process, from one micro-batch to the next."""
 
     def __init__(self) -> None:
         self._iteration = -1  # that was watched last
-        self._canary: AttentionCanary | None = None
+        self._check: AttentionCheck | None = None
         self._group: dist.ProcessGroup | None = None
 
     def begin(
@@ -55,22 +55,22 @@ class AttentionCheck:
         if not (interval and training):
             return
         if iteration % interval == 0 and iteration != self._iteration:
-            self._canary = AttentionCanary(config.num_layers, (args.seed, iteration), timeout)
+            self._check = AttentionCheck(config.num_layers, (args.seed, iteration), timeout)
             self._iteration = iteration
-        if self._canary is not None and iteration == self._iteration:
+        if self._check is not None and iteration == self._iteration:
             self._group = (
                 parallel_state.get_data_parallel_group(with_context_parallel=True)
                 if params.pooled
-                else (parallel_state.get_context_parallel_group())
+                else parallel_state.get_context_parallel_group()
             )
-            params.canary = self._canary  # until a layer of this pipeline stage has called it
+            params.attention_check = self._check  # until a layer of this pipeline stage has called it
 
     def _compare(self) -> None:
-        canary = self._canary
-        if canary is None or not canary.has_observed:
+        check = self._check
+        if check is None or not check.has_observed:
             return
-        self._canary = None
-        difference = canary.check(self._group)
+        self._check = None
+        difference = check.compare(self._group)
         if difference is not None:
             raise CorruptionError(
                 f"iteration {self._iteration}: {difference}; go on from a checkpoint of an earlier iteration; if it "
@@ -79,4 +79,4 @@ class AttentionCheck:
 
 
 #: Of this process; Megatron's training loop is one for each, too.
-ATTENTION_CHECK = AttentionCheck()
+ATTENTION_CHECK = IterationChecks()

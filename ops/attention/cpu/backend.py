@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from mindspeed_cp.ops.attention.contract import BackwardState, ForwardState, Heads, check_dtype
-from mindspeed_cp.ops.attention.cpu.cost_model import CpuCostModel
 from mindspeed_cp.ops.attention.cpu.kernels import CpuKernels
-from mindspeed_cp.ops.attention.cpu.lowering import KernelCall, KernelCalls, lower_to_kernel_calls
+from mindspeed_cp.ops.attention.cpu.lowering import KernelCall, KernelCalls, Upcasts, lower_to_kernel_calls
 from mindspeed_cp.ops.attention.head_groups import pad_head_dim, uniform_head_groups
 from mindspeed_cp.ops.merge import merge_
 from mindspeed_cp.plan import AttentionConfig
@@ -39,13 +38,13 @@ class CpuAttention:
         self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype
     ) -> KernelCalls:
         """See the contract."""
-        return lower_to_kernel_calls(tiles, rows, attention, CpuCostModel.for_kernel("forward", attention, dtype))
+        return lower_to_kernel_calls(tiles, rows, attention, Upcasts.of("forward", attention, dtype))
 
     def lower_backward(
         self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype
     ) -> KernelCalls:
         """See the contract."""
-        return lower_to_kernel_calls(tiles, rows, attention, CpuCostModel.for_kernel("backward", attention, dtype))
+        return lower_to_kernel_calls(tiles, rows, attention, Upcasts.of("backward", attention, dtype))
 
     def prepare(
         self, calls: Sequence[KernelCall], attention: AttentionConfig, heads: Heads, device: torch.device

@@ -1,16 +1,19 @@
-"""One call on the CPU: torch's flash kernels, or eager attention with dropout."""
+"""One call on the CPU: torch's flash kernels, or with dropout, which these do not support, eager attention in fp32.
+
+In the eager functions q, out and dout are [1, heads, rows, dim], k and v [1, kv heads, keys, dim]; query head h uses kv
+head h // (heads / kv heads). Query heads that share a kv head are stacked along rows, so that matrix products sum their
+gradients.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from mindspeed_cp.ops.attention.contract import DropoutKey
 from mindspeed_cp.ops.attention.cpu.distance_masks import distance_mask
-from mindspeed_cp.ops.attention.cpu.eager import eager_attention, eager_attention_backward
 from mindspeed_cp.ops.attention.cpu.lowering import KernelCall, MaskKind
 from mindspeed_cp.ops.dropout import keep_mask
 from mindspeed_cp.ops.torch_release import torch_release
@@ -29,8 +32,7 @@ class CpuKernels:
     """The kernels for a range of heads.
 
     Tensors have the rows of one call, [rows, heads, dim], and one head dimension. Calls of kind DISTANCE are computed
-    with queries in reverse order, calls of kind REVERSED with keys in reverse order as well; arguments and results are
-    in the original order.
+    with queries in reverse order; arguments and results are in the original order.
 
     Attributes:
         attention: configuration of the layer.
@@ -44,31 +46,36 @@ class CpuKernels:
 
     def forward(self, call: KernelCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return the partial out [rows, heads, dim] and fp32 lse [rows, heads] of a call."""
-        kind = call.kind
+        flips, causal, scale = (
+            call.kind is MaskKind.DISTANCE,
+            call.kind is MaskKind.CAUSAL,
+            self.attention.softmax_scale,
+        )
         if call.upcast:
             q, k, v = (x.float() for x in (q, k, v))
-        q, k, v = (_heads_first(x, flip) for x, flip in ((q, kind.flips_q), (k, kind.flips_k), (v, kind.flips_k)))
-        mask, causal, scale = self._mask(call), kind.is_causal, self.attention.softmax_scale
+        q, k, v = _heads_first(q, flips), _heads_first(k), _heads_first(v)
+        mask = self._mask(call)
         if self.dropout is None:
             k, v = (_for_each_query_head(x, q.shape[1]) for x in (k, v))
             out, lse = _FLASH(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
         else:
             out, lse = eager_attention(q, k, v, mask, self._dropout_factors(call), scale)
-        out, lse = _rows_first(out, kind.flips_q), _rows_first(lse, kind.flips_q)
-        return out, lse - self._shift(call) if self._is_linear(call) else lse
+        return _rows_first(out, flips), _rows_first(lse, flips)
 
     def backward(
         self, call: KernelCall, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk and dv of a call, from the complete out and lse."""
-        kind = call.kind
-        if self._is_linear(call):
-            lse = lse + self._shift(call)
+        flips, causal, scale = (
+            call.kind is MaskKind.DISTANCE,
+            call.kind is MaskKind.CAUSAL,
+            self.attention.softmax_scale,
+        )
         if call.upcast:
             dout, q, k, v, out = (x.float() for x in (dout, q, k, v, out))
-        dout, q, out, lse = (_heads_first(x, kind.flips_q) for x in (dout, q, out, lse))
-        k, v = (_heads_first(x, kind.flips_k) for x in (k, v))
-        mask, causal, scale = self._mask(call), kind.is_causal, self.attention.softmax_scale
+        dout, q, out, lse = (_heads_first(x, flips) for x in (dout, q, out, lse))
+        k, v = _heads_first(k), _heads_first(v)
+        mask = self._mask(call)
         if self.dropout is None:
             kv_heads = k.shape[1]
             k, v = (_for_each_query_head(x, q.shape[1]) for x in (k, v))
@@ -76,36 +83,14 @@ class CpuKernels:
             dk, dv = (_summed_over_groups(x, kv_heads) for x in (dk, dv))
         else:
             dq, dk, dv = eager_attention_backward(dout, q, k, v, out, lse, mask, self._dropout_factors(call), scale)
-        return _rows_first(dq, kind.flips_q), _rows_first(dk, kind.flips_k), _rows_first(dv, kind.flips_k)
+        return _rows_first(dq, flips), _rows_first(dk), _rows_first(dv)
 
     def _mask(self, call: KernelCall) -> Tensor | None:
-        """Return the additive mask of a call, in the order of rows and keys of the computation."""
-        if call.kind == MaskKind.DISTANCE:
-            reach = call.q_pos + call.rows - 1 - call.k_pos
-            return distance_mask(self.attention, self.heads, reach, call.rows, call.keys)
-        if not self._is_linear(call):
+        """Return the additive mask of a call, for queries in reverse order."""
+        if call.kind is not MaskKind.DISTANCE:
             return None
-        away = _arange(0, call.keys) - call.keys // 2
-        return (self._slopes * (away.flip(0) if call.kind == MaskKind.REVERSED else away))[None, :, None].float()
-
-    def _is_linear(self, call: KernelCall) -> bool:
-        """True if the bias of a call is computed as a function linear in the key.
-
-        Where no key comes after a query, -slope * (query - key) = slope * (key - middle) - :meth:`_shift`. The first
-        term, one number for each key and head, works with the kernel's causal mask; the shift goes into lse.
-        """
-        return call.kind.is_causal and self.attention.slopes is not None
-
-    def _shift(self, call: KernelCall) -> Tensor:
-        """Return slope * (query - middle key) of a call, fp32 [rows, heads]."""
-        away = _arange(0, call.rows) + (call.q_pos - call.k_pos - call.keys // 2)
-        return (away[:, None] * self._slopes[:, 0]).float()
-
-    @cached_property
-    def _slopes(self) -> Tensor:
-        """fp64 [heads, 1]."""
-        assert self.attention.slopes is not None
-        return torch.from_numpy(self.attention.slopes[slice(*self.heads)].copy())[:, None]
+        reach = call.q_pos + call.rows - 1 - call.k_pos
+        return distance_mask(self.attention, self.heads, reach, call.rows, call.keys)
 
     def _dropout_factors(self, call: KernelCall) -> Tensor:
         """Return the dropout factors of a call: 0, or 1 / (1 - p); fp32 [heads, rows, keys]."""
@@ -113,7 +98,7 @@ class CpuKernels:
         p, first = self.attention.dropout, self.attention.first_head
         heads = _arange(first + self.heads[0], first + self.heads[1])
         queries, keys = (_arange(a, a + n) for a, n in ((call.q_pos, call.rows), (call.k_pos, call.keys)))
-        queries = queries.flip(0) if call.kind.flips_q else queries
+        queries = queries.flip(0) if call.kind is MaskKind.DISTANCE else queries
         return keep_mask(*self.dropout, heads, call.document, queries, keys, p).float().div_(1 - p)
 
 
@@ -134,12 +119,77 @@ def _summed_over_groups(x: Tensor, kv_heads: int) -> Tensor:
     return x.unflatten(1, (kv_heads, -1)).sum(2, dtype=torch.float32)
 
 
-def _heads_first(x: Tensor, flip: bool) -> Tensor:
+def _heads_first(x: Tensor, flip: bool = False) -> Tensor:
     """[rows, heads, ...] -> [1, heads, rows, ...], a view unless flipped."""
     return (x.flip(0) if flip else x).transpose(0, 1).unsqueeze(0)
 
 
-def _rows_first(x: Tensor, flip: bool) -> Tensor:
+def _rows_first(x: Tensor, flip: bool = False) -> Tensor:
     """[1, heads, rows, ...] -> [rows, heads, ...], a view unless flipped."""
     x = x[0].transpose(0, 1)
     return x.flip(0) if flip else x
+
+
+def eager_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, weights: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Compute the attention of a block.
+
+    Args:
+        q, k, v: see above; the head dimension of v may differ.
+        mask: additive, fp32, broadcast to [1, heads, rows, keys]; every row has a visible key.
+        weights: fp32 [heads, rows, keys], dropout factors of the softmax: 0, or 1 / (1 - p).
+        scale: factor of q.k.
+
+    Returns:
+        out fp32, and lse without dropout, fp32 [1, heads, rows].
+    """
+    heads, rows, _ = q.shape[1:]
+    scores = _scores(q, k, mask, scale)
+    lse = scores.logsumexp(-1)
+    p = scores.sub_(lse.unsqueeze(-1)).exp_().mul_(weights)
+    out = _by_kv_head(p, k) @ v[0].float()
+    return out.view(1, heads, rows, -1), lse.unsqueeze(0)
+
+
+def eager_attention_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    weights: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute the gradients of :func:`eager_attention` from out and lse over all keys.
+
+    With P the softmax and W the weights (Dao 2023, algorithm 2, with dropout): dV = (P W)^T dout and
+    dS = P (W (dout V^T) - delta), where delta_i = dout_i.out_i = sum_j P_ij W_ij dout_i.v_j.
+
+    Returns:
+        dq, dk and dv in fp32, of the shapes of q, k and v.
+    """
+    heads, rows, width = q.shape[1:]
+    p = _scores(q, k, mask, scale).sub_(lse[0].unsqueeze(-1)).exp_()
+    d = _by_kv_head(dout[0].float(), k)
+    dv = _by_kv_head(p * weights, k).transpose(-1, -2) @ d
+    delta = (dout[0].float() * out[0].float()).sum(-1, keepdim=True)
+    ds = (d @ v[0].float().transpose(-1, -2)).view_as(p).mul_(weights).sub_(delta).mul_(p).mul_(scale)
+    ds = _by_kv_head(ds, k)
+    dq = (ds @ k[0].float()).view(1, heads, rows, width)
+    dk = ds.transpose(-1, -2) @ _by_kv_head(q[0].float(), k)
+    return dq, dk.unsqueeze(0), dv.unsqueeze(0)
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Return scaled and masked scores, fp32 [heads, rows, keys]."""
+    scores = (_by_kv_head(q[0].float(), k) @ k[0].float().transpose(-1, -2)).mul_(scale)
+    scores = scores.view(q.shape[1], q.shape[2], k.shape[2])
+    return scores if mask is None else scores.add_(mask[0])
+
+
+def _by_kv_head(x: Tensor, k: Tensor) -> Tensor:
+    """[heads, rows, n] -> [kv heads, query heads of each * rows, n]."""
+    return x.reshape(k.shape[1], -1, x.shape[-1])

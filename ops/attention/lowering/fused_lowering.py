@@ -11,7 +11,6 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import ragged_arange
 from mindspeed_cp.ops.attention.lowering.alibi_squares import alibi_blocks
 from mindspeed_cp.ops.attention.lowering.blocks import plain_blocks
-from mindspeed_cp.ops.attention.lowering.duplicate_rows import scatter_rows
 from mindspeed_cp.ops.attention.lowering.fused_call import (
     NO_LIMIT,
     BlockKind,
@@ -22,6 +21,7 @@ from mindspeed_cp.ops.attention.lowering.fused_call import (
     content_key,
     mark_written,
     ramps,
+    scatter_rows,
 )
 from mindspeed_cp.ops.attention.lowering.single_keys import lower_single_keys
 from mindspeed_cp.plan import CAUSAL, FULL, TILE, UNLIMITED, AttentionConfig

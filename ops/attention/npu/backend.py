@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -26,9 +27,13 @@ from mindspeed_cp.ops.attention.lowering.fused_backend import FusedBackend
 from mindspeed_cp.ops.attention.lowering.fused_call import CallLimits, FusedCall
 from mindspeed_cp.ops.attention.lowering.fused_lowering import FusedCalls, lower_to_fused_calls
 from mindspeed_cp.ops.attention.lowering.step_masks import lower_to_masks
-from mindspeed_cp.ops.attention.npu.fused_operator import DropoutState, FusedArguments, FusedOperator, TorchNpuOperator
-from mindspeed_cp.ops.attention.npu.half_gradient import scale_gradient
-from mindspeed_cp.ops.attention.npu.statistics import statistics_order
+from mindspeed_cp.ops.attention.npu.fused_operator import (
+    DropoutState,
+    FusedArguments,
+    FusedOperator,
+    TorchNpuOperator,
+    statistics_order,
+)
 from mindspeed_cp.ops.merge import merge_
 from mindspeed_cp.ops.rows import put_rows
 from mindspeed_cp.plan import AttentionConfig
@@ -62,7 +67,7 @@ class NpuAttention(FusedBackend):
             are sequences without queries, and nothing is copied.
         precision: "input": the operator gets rows in their own type, and rounds the result of each call to it; "fp32":
             it gets them in fp32, so that results of several calls are rounded once, after they are added up; "fp16":
-            it gets rows in bf16 as fp16, and rounds the result of each call eight times finer (half_gradient.py).
+            it gets rows in bf16 as fp16, and rounds the result of each call eight times finer (`scale_gradient`).
         operator: the fused operators; None: those of torch_npu.
 
     Raises:
@@ -253,6 +258,33 @@ def _operator_arguments(
         scale=attention.softmax_scale,
         keep_prob=1.0 - attention.dropout if dropout else 1.0,
     )
+
+
+_BITS = 23  # of the fraction of fp32; the exponent is in the bits above
+_BIAS = 127
+
+
+def scale_gradient(dout: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Return the gradient of an output times a power of two, in fp16, and one over that power, fp32 without dimensions.
+
+    fp16 holds every number of bf16 between 2**-14 and 65,504 exactly, and rounds results eight times finer; gradients
+    lie far below. The gradient of attention is linear in that of its output, so a call gets it times a power of two,
+    which changes no bit of a number that stays in range, and its results are divided by the same.
+
+    The largest number becomes 2**t to 2**(t + 1), t = 8 - log2(rows * group) / 2 rounded down: sums over the rows and
+    heads of a call (dk, dv), of random signs, then stay below 2**16 as long as a product with a query, key or value is
+    at most 2**7 times its factors. What is larger becomes infinite, which the first check of numbers names. The host
+    waits for nothing.
+
+    Args:
+        dout: bf16 [rows, heads, head_dim_v].
+        group: query heads of a key head.
+    """
+    target = math.floor(8 - math.log2(max(1, dout.shape[0] * group)) / 2)
+    largest = dout.abs().amax().float() if dout.numel() else dout.new_zeros((), dtype=torch.float32)
+    exponent = (2 * _BIAS + target - (largest.view(torch.int32) >> _BITS)).clamp(1, 2 * _BIAS - 1)
+    factor, inverse = ((x << _BITS).view(torch.float32) for x in (exponent, 2 * _BIAS - exponent))
+    return (dout.float() * factor).half(), inverse
 
 
 def _without_padding(dout: Tensor, on: DeviceCall) -> Tensor:

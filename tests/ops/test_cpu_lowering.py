@@ -1,0 +1,297 @@
+"""Tiles as calls of the CPU kernels, without running any: every visible pair in one call, and no row that sees nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from mindspeed_cp import AttentionConfig, Documents, Topology
+from mindspeed_cp.algorithms import build_plan
+from mindspeed_cp.layout import TOKEN_SPAN
+from mindspeed_cp.ops.attention.cpu import lowering
+from mindspeed_cp.ops.attention.cpu.lowering import (
+    DROPOUT_BLOCK,
+    FirstWrite,
+    KernelCall,
+    MaskKind,
+    TileRegion,
+    Upcasts,
+    _calls_of_blocks,
+    _mask_kind,
+    lower_to_kernel_calls,
+    true_runs,
+)
+from mindspeed_cp.plan import CAUSAL, FULL, TILE, UNLIMITED
+from mindspeed_cp.plan.tiles import tiles_between
+
+U = UNLIMITED
+NATIVE_BF16 = {direction: Upcasts(direction == "backward", True, False) for direction in ("forward", "backward")}
+PLAIN = AttentionConfig(8, 8, 64)
+
+
+@contextmanager
+def strips_of(rows: int) -> Iterator[None]:
+    """Cut small tiles into strips of so many rows, as large ones are cut."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lowering, "STRIP_ROWS", (rows,))
+        yield
+
+
+@st.composite
+def regions(draw: Any) -> tuple[TileRegion, np.ndarray]:
+    rows, keys = draw(st.integers(1, 25)), draw(st.integers(1, 25))
+    low, high = draw(st.one_of(st.just(-U), st.integers(-25, 25))), draw(st.one_of(st.just(U), st.integers(-25, 25)))
+    i, j = np.arange(rows)[:, None], np.arange(keys)
+    sees = (j >= i + low) & (j <= i + high)
+    assume(sees.any(1).all() and sees.any(0).all())
+    return TileRegion(rows, keys, low, high), sees
+
+
+MASKS = {MaskKind.PLAIN: np.ones, MaskKind.CAUSAL: lambda shape: np.tril(np.ones(shape))}
+
+
+@settings(max_examples=300, deadline=None)
+@given(regions(), st.integers(1, 30), st.one_of(st.none(), st.integers(1, 9)))
+def test_strips_hold_every_visible_pair_once(case: tuple[TileRegion, np.ndarray], rows: int, keys: int | None) -> None:
+    region, sees = case
+    count = np.zeros(sees.shape, int)
+    for a, b, c, d in region.strips(rows, keys):
+        part, kind = sees[a:b, c:d], _mask_kind(region, (a, b, c, d), PLAIN)
+        assert part.size and part.any(1).all() and part.any(0).all()
+        assert (kind == MaskKind.PLAIN) == bool(part.all())
+        assert kind == MaskKind.DISTANCE or (part == MASKS[kind](part.shape)).all()
+        assert keys is None or part.shape[1] <= keys
+        count[a:b, c:d] += part
+    assert (count == sees).all()
+
+
+def spans(draw: Any, documents: Documents) -> np.ndarray:
+    """Some part of every document, in at most two runs."""
+    out = []
+    for d, (a, b) in enumerate(zip(documents.offsets[:-1].tolist(), documents.offsets[1:].tolist(), strict=True)):
+        edges = sorted(draw(st.lists(st.integers(a, b), min_size=4, max_size=4)))
+        out += [(0, d, x, y) for x, y in (edges[:2], edges[2:]) if y > x]
+    return np.array(out, TOKEN_SPAN)
+
+
+@st.composite
+def problems(draw: Any) -> tuple[AttentionConfig, Documents, Documents, np.ndarray, np.ndarray]:
+    mask = draw(st.sampled_from(["causal", "full"]))
+    window = draw(st.one_of(st.none(), st.tuples(st.integers(-1, 30), st.integers(-1, 30 if mask == "full" else 0))))
+    alibi, dropout = draw(st.booleans()), draw(st.sampled_from([0.0, 0.5]))
+    attention = AttentionConfig(2, mask=mask, window=window, alibi=alibi, dropout=dropout)
+    queries = keys = Documents(draw(st.lists(st.integers(0, 40), min_size=1, max_size=3)))
+    if mask == "full":
+        keys = Documents(draw(st.lists(st.integers(0, 40), min_size=len(queries), max_size=len(queries))))
+    return attention, queries, keys, spans(draw, queries), spans(draw, keys)
+
+
+def positions(runs: np.ndarray, documents: Documents) -> tuple[np.ndarray, np.ndarray]:
+    """Document and position of every row."""
+    document = np.repeat(runs["doc"], runs["stop"] - runs["start"])
+    tokens = [np.arange(a, b) for a, b in zip(runs["start"], runs["stop"], strict=True)]
+    return document, np.concatenate([np.zeros(0, int), *tokens]) - documents.offsets[document]
+
+
+@settings(max_examples=300, deadline=None)
+@given(problems(), st.integers(1, 12))
+def test_calls_hold_every_visible_pair_of_a_slot_once(problem: Any, rows: int) -> None:
+    attention, queries, keys, q_spans, k_spans = problem
+    tiles = tiles_between(q_spans, k_spans, queries, attention, keys)
+    (q_doc, q_pos), (k_doc, k_pos) = positions(q_spans, queries), positions(k_spans, keys)
+    left, right = attention.visible_range
+    away = q_pos[:, None] - k_pos
+    sees = (q_doc[:, None] == k_doc) & (away <= left) & (away >= -right)
+    count, written = np.zeros(sees.shape, int), np.zeros(len(q_doc), bool)
+    with strips_of(rows):
+        calls = lower_to_kernel_calls(tiles, len(q_doc), attention, NATIVE_BF16["forward"]).get((0, 0), [])
+    for call in calls:
+        part, distance = sees[call.q, call.k], away[call.q, call.k]
+        assert part.shape == (call.rows, call.keys) and part.any(1).all()
+        if call.kind == MaskKind.DISTANCE:  # what the table of distances will make of it
+            by_call = call.q_pos + np.arange(call.rows)[:, None] - call.k_pos - np.arange(call.keys)
+            assert ((by_call <= left) & (by_call >= -right) == part).all()
+            assert not attention.needs_positions or (by_call == distance).all()
+        else:
+            assert attention.slopes is None and (part == MASKS[call.kind](part.shape)).all()
+        if attention.dropout:
+            assert max(part.shape) <= 1.5 * DROPOUT_BLOCK and call.kind != MaskKind.CAUSAL
+            assert (q_doc[call.q] == call.document).all() and (q_pos[call.q] == call.q_pos + np.arange(call.rows)).all()
+            assert (k_pos[call.k] == call.k_pos + np.arange(call.keys)).all()
+        unwritten = np.zeros(len(q_doc), bool)
+        for run in call.unwritten:
+            unwritten[run] = True
+        assert call.stores == (not written[call.q].any())
+        assert call.stores or (unwritten[call.q] == ~written[call.q]).all()
+        assert not unwritten[: call.q.start].any() and not unwritten[call.q.stop :].any()
+        written[call.q] = True
+        count[call.q, call.k] += part
+    assert (count == sees).all()
+
+
+def tile(
+    q_row: int, q_rows: int, k_row: int, k_rows: int, mask: int,
+    step: int = 0, slot: int = 0, q_pos: int = 0, k_pos: int = 0,
+) -> np.ndarray:  # fmt: skip
+    return np.array([(step, slot, q_row, q_rows, k_row, k_rows, mask, 0, 0, q_pos, k_pos)], TILE)
+
+
+def test_plain_tiles_are_one_call_and_the_first_on_its_rows_stores() -> None:
+    tiles = np.concatenate(
+        [tile(0, 2000, 0, 2000, CAUSAL), tile(2000, 90, 2000, 90, CAUSAL), tile(0, 2000, 0, 80, FULL, 1, 1)]
+    )
+    calls = lower_to_kernel_calls(tiles, 2090, PLAIN, NATIVE_BF16["forward"])
+    assert [(c.kind, c.stores) for c in calls[0, 0]] == [(MaskKind.CAUSAL, True)] * 2
+    assert calls[1, 1] == [KernelCall(slice(0, 2000), slice(0, 80), MaskKind.PLAIN, stores=False, upcast=True)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "kinds"), [(1, [MaskKind.PLAIN]), (64, [MaskKind.DISTANCE]), (1000, [MaskKind.PLAIN, MaskKind.CAUSAL])]
+)
+def test_a_causal_rectangle_is_one_call_while_it_is_small(rows: int, kinds: list[MaskKind]) -> None:
+    """Of joined runs too, whose first positions say nothing about the others."""
+    tiles = tile(0, rows, 0, rows + 500, CAUSAL, q_pos=7, k_pos=3)
+    (calls,) = lower_to_kernel_calls(tiles, rows, PLAIN, NATIVE_BF16["forward"]).values()
+    assert [c.kind for c in calls] == kinds
+    assert calls[-1].q_pos - calls[-1].k_pos == (500 if len(calls) == 1 else 0)
+
+
+@pytest.mark.parametrize("width", [16, 100, 500, 1024, 2048, 4096])
+def test_a_window_is_few_calls_that_compute_little_in_vain(width: int) -> None:
+    attention, documents = AttentionConfig(8, 8, 64, window=(width - 1, 0)), Documents([16384])
+    whole = np.array([(0, 0, 0, 16384)], TOKEN_SPAN)
+    tiles = tiles_between(whole, whole, documents, attention)
+    (calls,) = lower_to_kernel_calls(tiles, 16384, attention, NATIVE_BF16["forward"]).values()
+    computed = sum(c.rows * c.keys for c in calls)
+    assert len(calls) <= 16384 / 64 and computed <= 16384 * max(1.4 * width, width + 64)
+
+
+def upcasts(tiles: np.ndarray, rule: Upcasts) -> list[bool]:
+    """Which calls of a step are in fp32."""
+    calls = lower_to_kernel_calls(tiles, 4096, PLAIN, rule)
+    return [call.upcast for of_slot in calls.values() for call in of_slot]
+
+
+def test_small_backward_calls_are_computed_in_fp32() -> None:
+    tiles = np.concatenate([tile(0, 100, 0, 100, CAUSAL), tile(100, 800, 100, 800, CAUSAL)])
+    assert upcasts(tiles, NATIVE_BF16["backward"]) == [True, False]
+    assert upcasts(tiles, NATIVE_BF16["forward"]) == [False, False]
+    assert upcasts(tiles, Upcasts(True, False, False)) == [False, False]
+    huge = tile(0, 65536, 0, 65536, FULL)  # pairs exceed 32 bits
+    assert upcasts(huge, NATIVE_BF16["backward"]) == [False]
+
+
+def test_forward_calls_that_are_merged_are_computed_in_fp32() -> None:
+    tiles = np.concatenate([tile(0, 900, 0, 900, CAUSAL), tile(800, 900, 0, 900, FULL), tile(1700, 9, 0, 9, FULL)])
+    assert upcasts(tiles, NATIVE_BF16["forward"]) == [True, True, False]
+    assert upcasts(tiles, Upcasts(False, False, False)) == [False] * 3
+    # More keys than queries: a rectangle and a causal square of the same rows.
+    assert upcasts(tile(0, 500, 0, 900, CAUSAL), NATIVE_BF16["forward"]) == [True, True]
+
+
+def test_a_cpu_without_bf16_instructions_computes_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lowering, "computes_in", lambda dtype: dtype == torch.float32)
+    for direction in ("forward", "backward"):
+        for dtype in (torch.bfloat16, torch.float32):
+            rule = Upcasts.of(direction, PLAIN, dtype)
+            assert upcasts(tile(0, 2000, 0, 2000, CAUSAL), rule) == [dtype == torch.bfloat16]
+
+
+def test_no_tiles_are_no_calls() -> None:
+    assert lower_to_kernel_calls(np.empty(0, TILE), 0, PLAIN, NATIVE_BF16["forward"]) == {}
+
+
+def one_by_one(tiles: np.ndarray, rows: int, attention: AttentionConfig, rule: Upcasts) -> dict[Any, list[KernelCall]]:
+    """What `lower_to_kernel_calls` returns, with a flag for every row."""
+    out: dict[Any, list[KernelCall]] = {}
+    written, writers = np.zeros(rows, bool), np.zeros(rows, int)
+    for t in tiles:
+        writers[t["q_row"] : t["q_row"] + t["q_rows"]] += 1
+    for t in tiles:
+        step, slot, q, q_rows, k, k_rows, mask, document, _, q_pos, k_pos = t.tolist()
+        calls, before = out.setdefault((step, slot), []), written[q : q + q_rows]
+        shared = bool(writers[q : q + q_rows].max() > 1)
+        if attention.dropout or attention.alibi or not (mask == FULL or (mask == CAUSAL and q_rows == k_rows)):
+            calls += _calls_of_blocks(t, before, shared, attention, rule)
+            assert before.all()  # what FirstWrite takes for granted
+            continue
+        kind, q_pos = (MaskKind.CAUSAL, k_pos) if mask == CAUSAL else (MaskKind.PLAIN, q_pos)
+        unwritten = true_runs(~before, q) if before.any() and not before.all() else ()
+        ends = slice(q, q + q_rows), slice(k, k + k_rows)
+        upcast = rule(q_rows, k_rows, shared)
+        calls.append(KernelCall(*ends, kind, not before.any(), unwritten, upcast, document, q_pos, k_pos))
+        before[:] = True
+    return out
+
+
+MANY = st.lists(st.one_of(st.integers(0, 12), st.integers(0, 900)), min_size=1, max_size=8)
+KINDS: list[dict[str, Any]] = [
+    {}, {"mask": "full"}, {"window": (40, 0)}, {"mask": "full", "window": (9, 30)}, {"alibi": True}, {"dropout": 0.2}
+]  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    MANY, st.sampled_from(KINDS), st.sampled_from(["ring", "double_ring", "hybrid", "all_gather", "direct"]),
+    st.sampled_from(["zigzag", "contiguous", "balanced"]), st.sampled_from([(1, 1), (1, 4), (2, 3)]),
+    st.sampled_from(["forward", "backward"]),
+)  # fmt: skip
+def test_tiles_of_plans_lowered_at_once_are_those_lowered_one_by_one(
+    lengths: list[int], kind: dict[str, Any], algorithm: str, layout: str, topology: tuple[int, int], direction: str
+) -> None:
+    attention = AttentionConfig(12, **kind)
+    plan = build_plan(Documents(lengths), Topology(*topology), attention, algorithm, layout=layout)
+    for rank in range(plan.ranks):
+        tiles, rows = getattr(plan, direction).tiles(rank), int(plan.q_layout_compute.token_counts[rank])
+        got = lower_to_kernel_calls(tiles, rows, attention, NATIVE_BF16[direction])
+        want = one_by_one(tiles, rows, attention, NATIVE_BF16[direction])
+        assert got == want and list(got) == list(want)
+
+
+@st.composite
+def any_tiles(draw: Any) -> np.ndarray:
+    """Tiles that overlap in any way, in steps and slots of any order."""
+    number, tiles = st.integers(1, 300), []
+    for _ in range(draw(st.integers(0, 12))):
+        rows, more = draw(number), draw(st.sampled_from([0, 0, 5, 300]))
+        place = draw(st.integers(0, 1)), draw(st.integers(0, 1)), draw(st.integers(0, 300))
+        mask = draw(st.sampled_from([FULL, CAUSAL]))
+        ends = draw(st.tuples(number, st.just(0), number, number))
+        tiles.append((*place, rows, draw(st.integers(0, 40)), rows + more, mask, *ends))
+    return np.array(tiles, TILE)
+
+
+@settings(max_examples=150, deadline=None)
+@given(any_tiles(), st.sampled_from([{}, {"dropout": 0.2}]), st.sampled_from(["forward", "backward"]))
+def test_tiles_that_overlap_lowered_at_once_are_those_lowered_one_by_one(
+    tiles: np.ndarray, kind: dict[str, Any], direction: str
+) -> None:
+    attention = AttentionConfig(12, **kind)
+    got = lower_to_kernel_calls(tiles, 600, attention, NATIVE_BF16[direction])
+    want = one_by_one(tiles, 600, attention, NATIVE_BF16[direction])
+    assert got == want and list(got) == list(want)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "all_unwritten", "partly_written", "unwritten"),
+    [
+        ([(0, 5), (2, 5)], [True, False], [1], (slice(5, 7),)),
+        ([(2, 2), (6, 1), (0, 9)], [True, True, False], [2], (slice(0, 2), slice(4, 6), slice(7, 9))),
+        ([(4, 3), (4, 3)], [True, False], [], ()),
+    ],
+)
+def test_first_write_names_the_rows_that_no_earlier_tile_wrote(
+    tiles: list[tuple[int, int]], all_unwritten: list[bool], partly_written: list[int], unwritten: tuple[slice, ...]
+) -> None:
+    first_write = FirstWrite.of(*np.array(tiles).T)
+    assert first_write.all_unwritten.tolist() == all_unwritten and first_write.partly_written.tolist() == partly_written
+    last = len(tiles) - 1
+    assert first_write.unwritten_rows(last) == unwritten
+    assert true_runs(~first_write.written_before(last), tiles[last][0]) == unwritten
