@@ -18,7 +18,7 @@ NO_DIAGONAL = 2**30
 
 #: (rows of a program's own block, rows of a block that it visits), by device type, bytes per element and kernel. The
 #: own block has queries, in "dkdv" keys. GPUs: with LAUNCH_OPTIONS, the fastest or near it of those timed on an H200 at
-#: 128 channels (docs/kernels.md) that fit the 99 KiB of shared memory of compute
+#: 128 channels (benchmarks/results/kernels.md) that fit the 99 KiB of shared memory of compute
 #: capability 8.6 and 8.9 there. NPUs: what fits their buffers by size; CANN's compiler has not seen them.
 BLOCK_ROWS = {
     "cuda": {

@@ -26,7 +26,7 @@ Overrides = Annotated[
 Cluster = Annotated[
     str | None,
     typer.Option(
-        help="A preset (docs/clusters.md lists them) or a YAML file. Default: of the settings, or a2.",
+        help="A preset (docs/simulate.md lists them) or a YAML file. Default: of the settings, or a2.",
         show_default=False,
     ),
 ]

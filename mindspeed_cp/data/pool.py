@@ -216,7 +216,7 @@ def documents_of_lengths(lengths: np.ndarray, numbers: np.ndarray) -> Documents:
 
 #: A step on several pools is also compared with one pool of all ranks if the busiest of them has more than this many
 #: times the mean work: a document of more than a pool's share then keeps one pool busier than the others. Below, one
-#: pool has nothing to level: several pools are also planned more thoroughly (docs/balancing.md).
+#: pool has nothing to level: several pools are also planned more thoroughly (docs/algorithms.md).
 UNEVEN = 1.1
 
 
