@@ -6,10 +6,12 @@ Everything here is a module-level function of picklable arguments, so that the p
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from inspect import signature
 from typing import Any
 
@@ -165,6 +167,7 @@ def destroy_groups() -> None:
     parallel_state.destroy_model_parallel()
     for module in (moe_utils, parallel_state):  # in 0.12 the latter has them
         getattr(module, "get_moe_layer_wise_logging_tracker", dict)().clear()
+    getattr(sys.modules.get(f"{moe_utils.__package__}.moe_logging"), "destroy_moe_metrics_tracker", dict)()  # 0.19
     for name in ("_EMBEDDING_GLOBAL_RANKS", "_POSITION_EMBEDDING_GLOBAL_RANKS"):
         if hasattr(parallel_state, name):
             setattr(parallel_state, name, None)
@@ -188,6 +191,11 @@ def lacks(config: Mapping[str, Any], case: Case | None = None) -> str | None:
             return f"megatron-core {VERSION} has no {name}"
     if case and case.model.get("position_embedding_type") == "yarn" and versions.IS_0_12:
         return f"a GPTModel of megatron-core {VERSION} has no position_embedding_type 'yarn'"
+    norms_alone = config.get("qk_layernorm") and config.get("q_lora_rank", 0) is None
+    if norms_alone and find_spec("megatron.core.transformer.mla_qk_norm_config"):
+        return (
+            f"megatron-core {VERSION} norms latents beside queries that are not compressed by Transformer Engine alone"
+        )
     if case and config.get("multi_latent_attention") and case.qkv_format == "sbhd" and len(case.batches[0]) > 1:
         return None if versions.latent_rows(2) is None else f"megatron-core {VERSION}: {versions.latent_rows(2)}"
     return None
@@ -224,6 +232,8 @@ def transformer_config(tp: int = 1, cp: int = 1, ep: int = 1, **changes: Any) ->
     )  # fmt: skip
     if "cuda_graph_scope" in TransformerConfig.__dataclass_fields__:  # not in 0.12
         settings["cuda_graph_scope"] = []
+    if "transformer_impl" in TransformerConfig.__dataclass_fields__:  # not in 0.12; 0.19 takes projections by it
+        settings["transformer_impl"] = "local"
     kind = MLATransformerConfig if changes.get("multi_latent_attention") else TransformerConfig
     lacking = lacks(changes)
     if lacking is not None:
