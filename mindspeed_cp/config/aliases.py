@@ -8,11 +8,7 @@ from typing import Any
 from mindspeed_cp.algorithms import ALGORITHMS, ALIASES, AUTO, algorithm_name, algorithm_name_error
 from mindspeed_cp.schema.messages import bad_value, format_value
 from mindspeed_cp.schema.numbers import divisors
-
-#: Keys of Megatron that this version refuses, and the nearest alternative.
-UNSUPPORTED_KEYS = {
-    "hybrid_context_parallel": "algorithm: hierarchical places every document by its cost",
-}
+from mindspeed_cp.schema.unsupported import SUITE_KEYS
 
 HIERARCHICAL_SIZES_KEY = "hierarchical_context_parallel_sizes"
 SUITE_ALIAS_KEYS = ("cp_comm_type", HIERARCHICAL_SIZES_KEY)
@@ -24,10 +20,10 @@ def translate_megatron_keys(values: dict[str, Any]) -> dict[str, Any]:
     Raises:
         SettingError: a key is not supported, or keys contradict each other.
     """
-    for key, instead in UNSUPPORTED_KEYS.items():
+    for key, instead in SUITE_KEYS.items():
         if values.get(key) is not None:
             raise bad_value(key, values[key], f"is Megatron's, and not in this version; {instead}; remove the key")
-    values = {key: value for key, value in values.items() if key not in UNSUPPORTED_KEYS}
+    values = {key: value for key, value in values.items() if key not in SUITE_KEYS}
     source = "algorithm", values.get("algorithm")
     if "cp_comm_type" in values:
         comm_type = values.pop("cp_comm_type")

@@ -209,7 +209,7 @@ class ModelSettings(Section):
     @model_validator(mode="after")
     def _check_window(self) -> ModelSettings:
         if self.window_size is None:
-            self._refuse_unless("window_size", "a window", ("window_attn_skip_freq",))
+            self._check_default_unless("window_size", "a window", ("window_attn_skip_freq",))
             return self
         left, right = self.window_size
         if left < -1 or right not in (0, -1):
@@ -221,7 +221,7 @@ class ModelSettings(Section):
     @model_validator(mode="after")
     def _check_latent(self) -> ModelSettings:
         if not self.multi_latent_attention:
-            self._refuse_unless("multi_latent_attention", "true", MLA_KEYS)
+            self._check_default_unless("multi_latent_attention", "true", MLA_KEYS)
             return self
         if self.position_embedding_type != "rope":
             rule = "must be rope with multi_latent_attention, whose rotary positions rope_type selects"
@@ -236,14 +236,14 @@ class ModelSettings(Section):
             rule = "must be even: rotary positions rotate pairs of channels"
             raise bad_value("qk_pos_emb_head_dim", self.qk_pos_emb_head_dim, rule)
         if self.rope_type == "rope":
-            self._refuse_unless("rope_type", "yarn", MLA_KEYS[MLA_KEYS.index("rope_type") + 1 :])
+            self._check_default_unless("rope_type", "yarn", MLA_KEYS[MLA_KEYS.index("rope_type") + 1 :])
         return self
 
     @model_validator(mode="after")
     def _check_experts(self) -> ModelSettings:
         experts = self.num_moe_experts
         if experts is None:
-            self._refuse_unless("num_moe_experts", "a number of experts", MOE_KEYS)
+            self._check_default_unless("num_moe_experts", "a number of experts", MOE_KEYS)
             return self
         self._check_pattern("moe_layer_freq")
         if self.moe_router_topk > experts:
@@ -255,8 +255,8 @@ class ModelSettings(Section):
             raise bad_value("add_bias_linear", True, "must be false with num_moe_experts: experts have no biases")
         return self
 
-    def _refuse_unless(self, key: str, value: str, names: tuple[str, ...]) -> None:
-        """Raise SettingError if a key that has no effect differs from its default."""
+    def _check_default_unless(self, key: str, value: str, names: tuple[str, ...]) -> None:
+        """Raise SettingError if a key that has an effect only with another one differs from its default."""
         for name in names:
             if getattr(self, name) != type(self).model_fields[name].default:
                 raise bad_value(name, getattr(self, name), f"has an effect only with {key}: {value}; remove it")

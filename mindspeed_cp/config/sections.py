@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from mindspeed_cp.algorithms import AUTO, algorithm_options
-from mindspeed_cp.config.aliases import UNSUPPORTED_KEYS
 from mindspeed_cp.config.data import DataSettings
 from mindspeed_cp.config.model import ModelSettings
 from mindspeed_cp.config.suite import SuiteSettings
@@ -23,6 +22,7 @@ from mindspeed_cp.schema.base import (
     Section,
 )
 from mindspeed_cp.schema.messages import bad_value, unknown_key
+from mindspeed_cp.schema.unsupported import SUITE_KEYS
 
 
 class TrainSettings(Section):
@@ -172,7 +172,7 @@ class Sections(Section):
                 raise unknown_key(cls, name, name, sections)
             if not isinstance(section, dict) or section.get("algorithm_modules") is not None:
                 continue  # the section reports its keys itself; it may import modules that add some
-            keys = (*sections[name].key_names(), *UNSUPPORTED_KEYS)
+            keys = (*sections[name].key_names(), *SUITE_KEYS)
             for key in section:
                 if key not in keys:
                     raise unknown_key(sections[name], f"{name}.{key}", key, sections)

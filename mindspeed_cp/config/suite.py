@@ -14,7 +14,6 @@ from mindspeed_cp.choose.candidates import parse_candidate
 from mindspeed_cp.cluster.cluster import cluster_of, load_cluster
 from mindspeed_cp.config.aliases import (
     SUITE_ALIAS_KEYS,
-    UNSUPPORTED_KEYS,
     read_algorithm,
     translate_megatron_keys,
 )
@@ -24,6 +23,7 @@ from mindspeed_cp.plan import RANK_LIMIT, AttentionConfig, Topology
 from mindspeed_cp.schema.base import PositiveFloat, PositiveInt, Section
 from mindspeed_cp.schema.messages import bad_value, closest_names, did_you_mean, list_keys, unknown_key
 from mindspeed_cp.schema.numbers import divisors
+from mindspeed_cp.schema.unsupported import SUITE_KEYS
 from mindspeed_cp.schema.yaml_file import apply_overrides, read_settings_file, with_file_location
 
 #: Option that `auto` takes too: a limit of the ranks' memory, not a choice.
@@ -271,7 +271,7 @@ class SuiteSettings(Section):
         name = "context_parallel_suite"
         if name not in file.data:
             import_modules(file.data.get("algorithm_modules"))
-            unknown = [key for key in file.data if key not in (*cls.key_names(), *UNSUPPORTED_KEYS)]
+            unknown = [key for key in file.data if key not in (*cls.key_names(), *SUITE_KEYS)]
             if unknown:
                 location = file.location(unknown[0])
                 similar = did_you_mean(closest_names(str(unknown[0]), cls.key_names()))

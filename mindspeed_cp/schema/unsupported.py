@@ -67,6 +67,9 @@ ATTENTION = (
     ),
 )
 
+#: Keys of Megatron's that are not keys of context_parallel_suite, and the alternative.
+SUITE_KEYS = {"hybrid_context_parallel": "algorithm: hierarchical places every document by its cost"}
+
 
 def unsupported_attention(features: Mapping[str, str]) -> UnsupportedAttention | None:
     """Return the first row of the table of which these are the features, None if the attention is computed."""

@@ -117,7 +117,7 @@ def test_plan_reads_lengths_from_files(tmp_path: Path, capsys: pytest.CaptureFix
     "algorithm",
     [pytest.param(name, marks=() if i % 3 == 0 else pytest.mark.thorough) for i, name in enumerate(ALGORITHMS)],
 )
-def test_plan_draws_every_algorithm_and_tells_bytes(
+def test_plan_draws_every_algorithm_and_prints_bytes(
     algorithm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "out.png"

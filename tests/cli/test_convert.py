@@ -150,12 +150,14 @@ def test_arguments_and_variables_of_the_script(
         assert "--sft" in told["flags"]
 
 
-def test_values_that_python_would_print_are_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_note_names_programs_whose_values_are_missing(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     told = converted(f"X=$(python -c 'print(1)')\n{LAUNCH}--lr $X", folder=tmp_path, capsys=capsys)
     assert told["notes"][0].startswith("not run, so that what the script reads from it is empty: python -c print(1)")
 
 
-def test_a_script_that_fails_before_it_starts_is_told(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_an_error_quotes_the_last_message_of_a_script_that_starts_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     error = error_of(f"set -u\n{LAUNCH}--lr $LR", folder=tmp_path, capsys=capsys)
     assert "starts no program with flags" in error and "LR: unbound variable" in error and "--env NAME=VALUE" in error
 

@@ -224,7 +224,7 @@ def test_names_with_options_become_algorithms() -> None:
         ("\n", "there are no lengths in it"),
     ],
 )
-def test_a_bad_line_of_a_lengths_file_is_told_with_its_number(
+def test_a_bad_line_of_a_lengths_file_is_named_by_its_number(
     content: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "lengths.txt").write_text(content)

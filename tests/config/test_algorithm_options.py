@@ -7,9 +7,9 @@ import pytest
 from mindspeed_cp import Documents, build_plan
 from mindspeed_cp.algorithms import ALGORITHMS, LAYOUT_NAMES, algorithm_options
 from mindspeed_cp.config import Settings, SuiteSettings, rules
-from mindspeed_cp.config.aliases import UNSUPPORTED_KEYS
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import AttentionConfig, Topology
+from mindspeed_cp.schema.unsupported import SUITE_KEYS
 
 EXAMPLES = {
     "reduce_dtype": "bfloat16",
@@ -101,7 +101,7 @@ def test_attention_that_no_kernel_of_the_device_computes_is_refused(monkeypatch:
     Settings(**values)
 
 
-@pytest.mark.parametrize("key", UNSUPPORTED_KEYS)
+@pytest.mark.parametrize("key", SUITE_KEYS)
 def test_keys_of_megatron_that_would_do_nothing_are_refused(key: str) -> None:
     with pytest.raises(ConfigError, match=f"{key} = 4: is Megatron's, and not in this version; algorithm: hier"):
         SuiteSettings(**{key: 4})

@@ -167,8 +167,6 @@ def test_a_given_number_of_replicas_must_be_that_of_the_ranks() -> None:
         (("data.balance=none", "context_parallel_suite.context_parallel_size=1"), None),
     ],
 )
-def test_a_rank_holds_at_most_one_and_a_half_shares_unless_told_otherwise(
-    overrides: tuple[str, ...], bound: int | None
-) -> None:
+def test_a_rank_holds_at_most_one_and_a_half_shares_by_default(overrides: tuple[str, ...], bound: int | None) -> None:
     options: dict[str, Any] = training_plan_options(pool(*overrides))
     assert options.get("max_seqlen_per_dp_cp_rank") == bound

@@ -151,7 +151,7 @@ def test_a_bound_that_a_row_just_fits_under_is_accepted(tmp_path: Path) -> None:
     assert load_settings(file).context_parallel_suite.options["max_seqlen_per_dp_cp_rank"] == 1024
 
 
-def test_a_bare_off_is_the_name(tmp_path: Path) -> None:
+def test_a_bare_off_in_yaml_is_the_text(tmp_path: Path) -> None:
     text = "context_parallel_suite:\n  algorithm: hierarchical\n  remap: off\n"
     assert load_settings(write(tmp_path, text)).context_parallel_suite.options["remap"] == "off"
     text = "context_parallel_suite:\n  latents: on\n"

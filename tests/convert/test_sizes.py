@@ -122,7 +122,7 @@ def test_patterns_of_layers_are_those_of_megatron_or_no_size_is_written(
         ("--context-parallel-size 4 --num-layers 4 --hidden-size 64 --num-attention-heads 7", "hidden_size"),
     ],
 )
-def test_sizes_that_cannot_be_known_are_left_out_and_said(words: str, remark: str) -> None:
+def test_sizes_that_cannot_be_known_are_left_out_with_a_note(words: str, remark: str) -> None:
     conversion = convert_flags(words.split())
     assert conversion.sections == {} and remark in conversion.notes[0] and conversion.settings is not None
 

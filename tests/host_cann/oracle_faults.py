@@ -17,11 +17,6 @@ MODE_1 = "sparse_mode 1 as causal"  # the mask that was given does not count
 UPDATE = "ring update without maxima"  # sums are added as if both parts had one maximum
 UPDATE_OUT = "ring update keeps the first output"  # statistics are right, the output is not weighed
 
-ROTATION = "rotation the other way"
-GATE = "SwiGLU gates with the other half"
-NORM = "gradient of RMSNorm without its mean"
-DECAY = "AdamW adds the decay to the gradient"
-
 STARTS_FIRST = "start indices in the first sequence alone"  # which npu_alibi: shared gives to several
 SUM_OF_ONE = "gradient ignores statistics whose sum is 1"  # those of npu_statistics: lse; it takes its own
 GAPS = "keys of sequences without queries not skipped"  # which npu_key_gaps: skipped leaves there
@@ -29,11 +24,9 @@ EQUAL_LENGTHS = "TND of equal lengths and D 128 a key late"  # as if BSH had ano
 BAND_HANGS = "sparse_mode 4 never ends"
 OTHER_BITS = "deterministic gradients in any order"  # with other bits at every call
 
-#: Of attention, of variants of the npu backend (tests/npu/test_profile.py), and of the operators of a layer and the
-#: optimizer.
+#: Of attention, and of variants of the npu backend (tests/npu/test_profile.py).
 FAULTS = (COLUMNS, ORDER, KV_START, STATISTICS, TOP_LEFT, HEADS, KEEP_PROB, BITS, MODE_1, UPDATE, UPDATE_OUT)
 HABIT_FAULTS = (STARTS_FIRST, SUM_OF_ONE, GAPS, EQUAL_LENGTHS, BAND_HANGS, OTHER_BITS)
-LAYER_FAULTS = (ROTATION, GATE, NORM, DECAY)
 
 _fault: list[str] = []
 
@@ -44,7 +37,7 @@ def set_fault(name: str | None) -> None:
     Raises:
         ValueError: no such fault.
     """
-    valid = (*FAULTS, *HABIT_FAULTS, *LAYER_FAULTS)
+    valid = (*FAULTS, *HABIT_FAULTS)
     if name and name not in valid:
         raise ValueError(f"no fault is called {name!r}; valid: {', '.join(valid)}")
     _fault[:] = [name] if name else []

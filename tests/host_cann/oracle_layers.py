@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tests.host_cann import oracle_faults as faults
 from tests.host_cann.cann_rule import need
 
 TYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -102,7 +101,7 @@ def rms_norm_grad(asked: Question) -> None:
     calls["aclnnRmsNormGrad"] += 1
     normal = x.float() * rstd.view(*x.shape[: dims[0]], *[1] * gamma.dim())
     scaled = dy.float() * gamma.float()
-    mean = 0 if faults.on(faults.NORM) else (scaled * normal).mean(dims, keepdim=True)
+    mean = (scaled * normal).mean(dims, keepdim=True)
     dx = (scaled - normal * mean) * rstd.view(*x.shape[: dims[0]], *[1] * gamma.dim())
     asked.give(dx=dx, dgamma=(dy.float() * normal).sum(tuple(range(dims[0]))))
 
@@ -120,7 +119,7 @@ def _swiglu_rules(asked: Question, x: Tensor) -> int:
 
 def _halves(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     first, second = x.float().chunk(2, dim)
-    return (second, first) if faults.on(faults.GATE) else (first, second)
+    return first, second
 
 
 def swiglu(asked: Question) -> None:
@@ -148,7 +147,7 @@ def swiglu_grad(asked: Question) -> None:
     gate, linear = _halves(x, dim)
     sigmoid = gate.sigmoid()
     parts = (dy.float() * linear * (sigmoid + gate * sigmoid * (1 - sigmoid)), dy.float() * gate * sigmoid)
-    asked.give(out=torch.cat(parts[::-1] if faults.on(faults.GATE) else parts, dim))
+    asked.give(out=torch.cat(parts, dim))
 
 
 # --- rotary positions
@@ -191,7 +190,7 @@ def rotary(asked: Question) -> None:
         return
     calls["aclnnRotaryPositionEmbedding"] += 1
     turned = _turned(x.float(), asked["mode"])
-    asked.give(result=x.float() * cos.float() + (-turned if faults.on(faults.ROTATION) else turned) * sin.float())
+    asked.give(result=x.float() * cos.float() + turned * sin.float())
 
 
 def rotary_grad(asked: Question) -> None:
@@ -205,7 +204,7 @@ def rotary_grad(asked: Question) -> None:
         return
     calls["aclnnRotaryPositionEmbeddingGrad"] += 1
     back = -_turned(dy.float() * sin.float(), asked["mode"])  # the rotation's transpose
-    results = {"dx": dy.float() * cos.float() + (-back if faults.on(faults.ROTATION) else back)}
+    results = {"dx": dy.float() * cos.float() + back}
     if x is not None:
         for name, factor in (("dcos", x.float()), ("dsin", _turned(x.float(), asked["mode"]))):
             if asked[name] is not None and 0 not in asked[name]["shape"]:
@@ -232,8 +231,6 @@ def adamw(asked: Question) -> None:
     number = float(step) + 1
     g = grad.to(weight.dtype) * (-1 if asked["maximize"] else 1)
     decayed = weight * (1 - lr * decay)
-    if faults.on(faults.DECAY):
-        g, decayed = g + decay * weight, weight
     new_m = m + (g - m) * (1 - beta1)
     new_v = v * beta2 + g * g * (1 - beta2)
     denominator = new_v.sqrt() * (1 - beta2**number) ** -0.5 + eps
