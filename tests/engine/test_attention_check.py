@@ -1,4 +1,4 @@
-"""The canary of attention: silent for every kind of attention, and it names the rank and the tile that were wrong."""
+"""The check of attention: no difference for every kind of attention, and it names head, rows and rank where there is one."""
 
 from __future__ import annotations
 
