@@ -1,4 +1,4 @@
-"""The check of attention: no difference for every kind of attention, and it names head, rows and rank where there is one."""
+"""The check of attention: no difference where attention is right; else it names head, rows and rank."""
 
 from __future__ import annotations
 
