@@ -1,4 +1,4 @@
-"""The check of attention: silent for every kind of attention, and it names the rank and the tile that were wrong."""
+"""The check of attention: no difference where attention is right; else it names head, rows and rank."""
 
 from __future__ import annotations
 

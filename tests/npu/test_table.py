@@ -4,6 +4,7 @@ or a wrong order would show."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from random import Random
 
@@ -12,9 +13,12 @@ import pytest
 import torch
 
 from mindspeed_cp.algorithms import ALGORITHMS
+from mindspeed_cp.plan.program import Exchanges
+from tests.engine import test_exchange as exchanges
 from tests.engine.cases import Case, attend, local, worst
 from tests.engine.draw import problem
-from tests.npu.ranks import run
+from tests.engine.test_parts import PROBLEMS, Mixed
+from tests.npu.ranks import run, start
 from tools import capabilities
 
 SIZES = (2, 3, 4)
@@ -111,3 +115,33 @@ def test_the_backward_drops_what_the_forward_dropped(size: int) -> None:
         size_of = max(1.0, abs(out), abs(q))
         assert abs(out - v) <= 1e-4 * size_of and abs(q - k) <= 1e-4 * size_of, case
     assert not all(equal for part in parts for _, equal, _ in part)
+
+
+PARTS = ("GQA", "a ring", "heads split after a hybrid", "another layout held", "window", "no token")
+
+
+@pytest.mark.parametrize("directional", [False, True])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.thorough)])
+def test_parts_agree_with_fp64(size: int, directional: bool) -> None:
+    """Redistributions and exchanges under way together, as coalesced launches and through directional groups."""
+    cases = [replace(PROBLEMS[name].on(size), order=order) for name in PARTS for order in (None, 3)]
+    assert all(isinstance(case, Mixed) for case in cases)
+    parts = run(size, attend_all, cases, directional, environment=ROUGH).values()
+    largest_errors = {case: worst(case, [tensors(part[i]) for part in parts]) for i, case in enumerate(cases)}
+    assert {case: error for case, error in largest_errors.items() if error > 1e-5} == {}
+
+
+@pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.thorough)])
+def test_hccl_agrees_with_fp64_by_all_to_all_v_alone(size: int) -> None:
+    """Ragged rows, ranks without rows, several rounds under way, streams that are delayed at random. A rank makes one
+    call for each exchange of the plans, and no batch of sends and receives."""
+    cases = [exchanges.on(exchanges.CASES[i], size, prefetch=1 + i % 2) for i in (0, 1, 4)]
+    ran = start(size, attend_all, cases, False, environment=ROUGH)
+    parts = ran.values()
+    for i, case in enumerate(cases):
+        assert worst(case, [tensors(part[i]) for part in parts]) <= 1e-5, case
+    plans = [case.plan() for case in cases]
+    expected = sum(len(Exchanges.of(program)) for plan in plans for program in (plan.forward, plan.backward))
+    for rank in range(size):
+        names = [call["name"] for call in ran.calls(rank)]
+        assert names.count("HcclAlltoAllV") == expected and "HcclBatchSendRecv" not in names

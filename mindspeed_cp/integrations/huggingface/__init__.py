@@ -16,6 +16,7 @@ Trajectories that share prefixes are computed once, as trees::
 
 Every call of every layer is compared with the plan: a window, scale, cap of scores, sink, dropout rate or mask that the
 plan does not have is an error that names the layer. Needs transformers 5, which is imported by :func:`register`.
+``cp.register(check_attention=100)`` also compares some rows of every 100th batch with an fp64 reference.
 """
 
 from mindspeed_cp.integrations.huggingface.batch import documents_of_batch, planned_batch, shard_batch
