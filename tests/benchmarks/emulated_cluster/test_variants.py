@@ -3,19 +3,13 @@
 import numpy as np
 import pytest
 
-from benchmarks.cluster.layer import planned_bytes
-from benchmarks.cluster.scale import BASE, USUAL, VARIANTS, Batch, Scale, batches_of, narrowed, plan_for
+from benchmarks.cluster.scale import VARIANTS, Batch, Scale, batches_of, narrowed, plan_for
 from mindspeed_cp import AttentionConfig, Documents, Plan, verify_plan
-from mindspeed_cp.algorithms.linear_layout import with_linear_layout
 from mindspeed_cp.plan import traffic
 
 SCALE = Scale("a800", 4, AttentionConfig(8, 4, 128), 2, 100_000_000)
 BATCH = Batch("made up", 0, (900, 40, 333, 17, 700, 58))
 LONG = Batch("made up", 1, (30_000, *[100] * 20))  # takes hierarchical plans of several parts
-
-
-def test_the_base_is_the_even_split_ring_and_measured_unless_others_are_asked_for():
-    assert VARIANTS[BASE] == ("ring", {}) and BASE in USUAL
 
 
 @pytest.mark.parametrize("batch", [BATCH, LONG], ids=["short", "long"])
@@ -53,12 +47,3 @@ def test_real_lengths_are_taken_from_a_folder(tmp_path):
     np.savez(tmp_path / "wikipedia.npz", lengths=np.array([300, 300], np.uint32))
     (batch,) = batches_of("wikipedia", 1, 1000, tmp_path)
     assert batch.lengths == (300, 300, 300, 100)
-
-
-def test_hidden_states_that_move_are_in_the_planned_bytes():
-    plan = narrowed(plan_for("direct, balanced", Batch("x", 0, (1000, 10, 10, 10, 10)), SCALE, 2), SCALE)
-    linear = with_linear_layout(plan, "hidden")
-    assert linear.linear_layout is not None
-    moved = np.abs(linear.linear_layout.token_counts - plan.layout.token_counts).sum() // 2
-    extra = sum(planned_bytes(linear)) - sum(planned_bytes(plan))
-    assert extra == 4 * moved * 8 * 2 * 2  # there and back, twice; 8 heads x 2 channels in bf16
