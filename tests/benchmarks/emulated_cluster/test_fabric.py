@@ -34,13 +34,6 @@ def test_without_root_it_says_so(monkeypatch):
         pass
 
 
-def test_without_iproute2_it_says_so(monkeypatch):
-    monkeypatch.setattr(fabric.shutil, "which", lambda name: None)
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    with pytest.raises(ClusterError, match="needs iproute2"), cluster(SMALL):
-        pass
-
-
 def test_only_what_is_its_own_and_over_is_left_over(monkeypatch):
     alive = subprocess.Popen(["sleep", str(HANG)])
     try:
@@ -54,26 +47,6 @@ def test_only_what_is_its_own_and_over_is_left_over(monkeypatch):
     finally:
         alive.kill()
         alive.wait()
-
-
-def test_commands_keep_their_order_and_those_of_one_namespace_share_a_process(monkeypatch):
-    ran = []
-    monkeypatch.setattr(fabric, "run", lambda command, lines=None: ran.append((command, lines)))
-    fabric.run_all(
-        [
-            ["ip", "netns", "add", "a"], ["ip", "netns", "exec", "a", "sh", "-c", "echo x > y"],
-            ["ip", "-n", "a", "link", "set", "lo", "up"], ["ip", "-n", "a", "address", "add", "x"],
-            ["tc", "-n", "a", "qdisc"], ["ip", "link", "add", "p"], ["ip", "link", "add", "q"], ["ip", "-n", "b", "z"],
-        ]
-    )  # fmt: skip
-    assert ran == [
-        (["ip", "netns", "add", "a"], None),
-        (["ip", "netns", "exec", "a", "sh", "-c", "echo x > y"], None),
-        (["ip", "-n", "a", "-batch", "-"], "link set lo up\naddress add x\n"),
-        (["tc", "-n", "a", "-batch", "-"], "qdisc\n"),
-        (["ip", "-batch", "-"], "link add p\nlink add q\n"),
-        (["ip", "-n", "b", "-batch", "-"], "z\n"),
-    ]
 
 
 @needs_cluster

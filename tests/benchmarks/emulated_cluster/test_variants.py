@@ -1,9 +1,8 @@
 """Plans and batches of the cluster benchmark."""
 
-import numpy as np
 import pytest
 
-from benchmarks.cluster.scale import VARIANTS, Batch, Scale, batches_of, narrowed, plan_for
+from benchmarks.cluster.scale import VARIANTS, Batch, Scale, narrowed, plan_for
 from mindspeed_cp import AttentionConfig, Documents, Plan, verify_plan
 from mindspeed_cp.plan import traffic
 
@@ -30,20 +29,3 @@ def test_plans_of_parts_become_narrow_in_all_their_parts():
     plans = [narrowed(plan_for(name, LONG, SCALE, 2), SCALE) for name in VARIANTS]
     assert any(plan.parts for plan in plans)
     assert all(attentions(plan) == {SCALE.wire} for plan in plans)
-
-
-def test_batches_are_full_and_differ_and_come_again():
-    first, second = batches_of("wikipedia", 2, 10_000)
-    assert sum(first.lengths) == sum(second.lengths) == 10_000 and first.lengths != second.lengths
-    assert batches_of("wikipedia", 2, 10_000) == [first, second]
-    assert batches_of("wikipedia", 1, 10_000, seed=1)[0].lengths == second.lengths
-
-
-def test_one_is_one_document():
-    assert batches_of("one", 5, 123) == [Batch("one", 0, (123,))]
-
-
-def test_real_lengths_are_taken_from_a_folder(tmp_path):
-    np.savez(tmp_path / "wikipedia.npz", lengths=np.array([300, 300], np.uint32))
-    (batch,) = batches_of("wikipedia", 1, 1000, tmp_path)
-    assert batch.lengths == (300, 300, 300, 100)
