@@ -4,8 +4,8 @@
     PYTHONPATH=/path/to/an/older/tree python tools/walk.py --list
 
 The walks are a warm forward and backward of `context_parallel_attention` (a ring of two gloo processes, the second call
-of its plan), `build_plan` of a ring, and the way of a ring's settings from a YAML file to the plan. Comprehensions and
-lambdas count as part of the function that contains them.
+of its plan), `build_plan` of a ring, and the way of the settings of a ring and of a hierarchical plan from a YAML file
+to the plan of further documents. Comprehensions and lambdas count as part of the function that contains them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 SETTINGS = """\
 model: {num_layers: 2, hidden_size: 64, num_attention_heads: 4}
 train: {train_iters: 10, lr_warmup_iters: 2}
-context_parallel_suite: {context_parallel_size: 2, algorithm: ring}
+context_parallel_suite: {context_parallel_size: %d, algorithm: %s}
 """
 INNER = ("<lambda>", "<listcomp>", "<genexpr>", "<dictcomp>", "<setcomp>")
 
@@ -83,7 +83,7 @@ def attention(rank: int, store: str, results: Any) -> None:
 
 
 def plan_walks() -> dict[str, list[str]]:
-    """Walk `build_plan` of a ring, and the way of its settings from a file to the plan."""
+    """Walk `build_plan` of a ring, and the way of settings from a file to the plan."""
     import mindspeed_cp as cp
 
     try:
@@ -91,21 +91,24 @@ def plan_walks() -> dict[str, list[str]]:
     except ImportError:  # an older tree
         from mindspeed_cp.config import load_settings
 
-    documents, topology, attention = cp.Documents([64, 20]), cp.Topology(1, 2), cp.AttentionConfig(4, 2, head_dim=16)
+    attention, documents = cp.AttentionConfig(4, 2, head_dim=16), cp.Documents([64, 20])
 
-    def from_yaml() -> None:
-        settings = load_settings(file.name)
+    def from_yaml(name: str, documents: cp.Documents, topology: cp.Topology) -> None:
+        settings = load_settings(name)
         suite = settings.context_parallel_suite
         cp.build_plan(documents, topology, attention, suite.algorithm, **settings.plan_options)
 
-    cp.build_plan(documents, topology, attention, "ring")
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-        file.write(SETTINGS)
-        file.flush()
-        return {
-            "build_plan of a ring": walk(lambda: cp.build_plan(documents, topology, attention, "ring")),
-            "from YAML to the plan": walk(from_yaml),
-        }
+    two, eight = cp.Topology(1, 2), cp.Topology(2, 4)
+    cp.build_plan(documents, two, attention, "ring")
+    walks = {"build_plan of a ring": walk(lambda: cp.build_plan(documents, two, attention, "ring"))}
+    further = cp.Documents([6400, 200, 30, 900, 900])
+    for algorithm, topology in (("ring", two), ("hierarchical", eight)):
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+            file.write(SETTINGS % (topology.ranks, algorithm))
+            file.flush()
+            from_yaml(file.name, documents, topology)
+            walks[f"{algorithm} from YAML"] = walk(lambda: from_yaml(file.name, further, topology))  # noqa: B023
+    return walks
 
 
 def main() -> None:

@@ -132,17 +132,9 @@ VARIANTS: dict[str, tuple[str, dict[str, object]]] = {
     BASE: ("ring", {}),
     "all_gather": ("all_gather", {}),
     "Ulysses+ring": ("hybrid", {"ulysses_degree": "ranks_per_node"}),
-    "direct, balanced": ("direct", {"layout": "balanced"}),
     "direct, balanced, all at once": ("direct", {"layout": "balanced", "prefetch": "ranks"}),
-    "direct, even split, all at once": ("direct", {"prefetch": "ranks"}),
-    "hierarchical, no routing": ("hierarchical", {"routing": False, "remap": "off"}),
     "hierarchical + routing": ("hierarchical", {"routing": True, "remap": "off"}),
-    "hierarchical + routing + remap": ("hierarchical", {"routing": True, "remap": "qkv"}),
-    "hierarchical + routing, no head split": ("hierarchical", {"routing": True, "remap": "off", "head_split": False}),
 }
-
-#: Those that a layer is measured with unless others are asked for.
-USUAL = [name for name in VARIANTS if name != "direct, even split, all at once"]
 
 
 @dataclass(frozen=True)

@@ -9,18 +9,20 @@ else is fitted.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
-from benchmarks.cluster.scale import BASE, Batch, Scale, plan_for
-from benchmarks.cluster.show import Row
+from benchmarks.cluster.scale import VARIANTS, Batch, Scale, plan_for
 from mindspeed_cp import simulate_plan
 from mindspeed_cp.cluster import LayerCost
 
-COMPARED = (BASE, "all_gather", "Ulysses+ring", "direct, balanced, all at once", "hierarchical + routing")
+Row = dict[str, Any]
+
 
 #: A ring of so few tokens on a rank sends next to nothing; its turns show what a turn takes all the same.
 FEW = 8
@@ -78,7 +80,7 @@ def cases_of(rows: Sequence[Row], batches: Sequence[Batch], scale: Scale, nodes:
     turn = turn_seconds(rows, nodes * scale.cluster.ranks_per_node)
     out = []
     for batch in batches:
-        for name in COMPARED:
+        for name in VARIANTS:
             rows_of_case = [
                 row["seconds"]
                 for row in rows
@@ -133,3 +135,31 @@ def verdict(cases: Sequence[Case]) -> str:
         f"{len(cases_by_group)} "
         f"batches (times within {ALIKE - 1:.0%} of each other count as either)"
     )
+
+
+def wrong_bytes(rows: Iterable[Row]) -> list[str]:
+    """Return a line for each run whose ranks handed other numbers of bytes to gloo than their plan says."""
+    out = []
+    for row in rows:
+        handed = [sum(rank["handed"]) for rank in row["ranks"]]
+        if handed != row["planned"]:
+            out.append(f"{row['variant']}, {row['batch']} {row['number']}: sent {handed}, planned {row['planned']}")
+    return out
+
+
+def busy_machine(rows: Sequence[Row], cores: int) -> str | None:
+    """Return a warning if nearly all cores of the machine were busy, which may have slowed the ranks; else None."""
+    mean = statistics.mean(row["ranks"][0]["cores"] for row in rows)
+    own = statistics.mean(sum(rank["own"] for rank in row["ranks"]) for row in rows)
+    if mean < 0.8 * cores:
+        return None
+    return (
+        f"{mean:.1f} of this machine's {cores} cores were busy, {own:.1f} of them for the ranks: times are longer than "
+        "they would be on an idle machine, most of all the short ones"
+    )
+
+
+def console() -> Console:
+    """Return a console that is wide enough for the tables if the output is not a terminal."""
+    console = Console()
+    return console if console.is_terminal else Console(width=200)

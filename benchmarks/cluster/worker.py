@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.cluster.layer import ModelledAttention, busy_seconds, count_sent_bytes, layer_run, planned_bytes
+from benchmarks.cluster.layer import ModelledAttention, count_sent_bytes, layer_run, planned_bytes
 from benchmarks.cluster.network import Shape
 from benchmarks.cluster.scale import Batch, Scale, narrowed, plan_for
 from mindspeed_cp.cluster import ComputeCost
@@ -37,8 +37,6 @@ class Job:
         batches: a layer is measured for each.
         variants: names of the plans.
         repeat: runs of each.
-        kernels: "modelled" or "run".
-        linear: the layer's linear part takes its modelled time too.
     """
 
     shape: Shape
@@ -47,8 +45,6 @@ class Job:
     batches: tuple[Batch, ...] = ()
     variants: tuple[str, ...] = ()
     repeat: int = 3
-    kernels: str = "modelled"
-    linear: bool = False
 
 
 class Rank:
@@ -64,7 +60,7 @@ class Rank:
         self._results = Path(job.folder, "results.jsonl")
 
     def time(self, run: Callable[[], None], **told: Any) -> None:
-        """Run on all ranks from one moment on; rank 0 writes down the time of the slowest, and everybody's counters.
+        """Run on all ranks from one moment on; rank 0 writes down the time of the slowest, and everybody's figures.
 
         Args:
             run: this rank's part.
@@ -72,21 +68,17 @@ class Rank:
         """
         with count_sent_bytes() as sent:
             dist.barrier()  # whatever was on its way before has been counted
-            links, cpu, own, asked = counters(), busy_cores(), time.process_time(), time.monotonic()
+            cpu, own, asked = busy_cores(), time.process_time(), time.monotonic()
             begin = self._start()
             run()
             spent = time.monotonic() - begin
             dist.barrier()
-            after, cpu, own = counters(), busy_cores() - cpu, time.process_time() - own
+            cpu, own = busy_cores() - cpu, time.process_time() - own
             elapsed = time.monotonic() - asked
         handed = [0] * self.job.shape.ranks
         for peer, size in sent.items():
             handed[peer] = size
-        figures = {
-            "seconds": spent, "handed": handed,
-            "cores": cpu / elapsed, "own": own / elapsed,
-            **{key: after[key] - links[key] for key in links},
-        }  # fmt: skip
+        figures = {"seconds": spent, "handed": handed, "cores": cpu / elapsed, "own": own / elapsed}
         figures_of_ranks: list[Any] = [None] * self.job.shape.ranks
         dist.all_gather_object(figures_of_ranks, figures)
         if self.rank == 0:
@@ -107,20 +99,6 @@ class Rank:
         return begin
 
 
-def counters() -> dict[str, int]:
-    """Return the bytes that passed this rank's NIC, and all its links in the node, since they are up."""
-    out = {"nic_sent": 0, "nic_received": 0, "in_sent": 0, "in_received": 0}
-    for line in Path("/proc/self/net/dev").read_text().splitlines()[2:]:  # sysfs may be that of another namespace
-        device, numbers = line.split(":")
-        name = device.strip()
-        kind = "nic" if name == "nic" else "in" if name.startswith("in") else None
-        if kind is not None:
-            columns = numbers.split()
-            out[f"{kind}_received"] += int(columns[0])
-            out[f"{kind}_sent"] += int(columns[8])
-    return out
-
-
 def busy_cores() -> float:
     """Return the seconds for which the cores of this machine have worked since it started."""
     user, nice, system, _, _, irq, softirq, *_ = map(int, Path("/proc/stat").read_text().split("\n")[0].split()[1:])
@@ -136,15 +114,14 @@ def layer(rank: Rank) -> None:
         plans = {name: plan_for(name, batch, job.scale, job.shape.nodes) for name in job.variants}
         plans = {name: narrowed(plan, job.scale) for name, plan in plans.items()}
         planned = {name: planned_bytes(plan) for name, plan in plans.items()}
-        busy = {name: busy_seconds(plan, model, job.linear) for name, plan in plans.items()}
-        runs = {name: layer_run(plan, me, model, job.kernels, job.linear) for name, plan in plans.items()}
+        runs = {name: layer_run(plan, me, model) for name, plan in plans.items()}
         if batch is job.batches[0]:
             next(iter(runs.values()))()  # once without a clock: what is done once in a process
         for repeat in range(job.repeat):
             for name, run in runs.items():
                 rank.time(
                     run, batch=batch.name, number=batch.number, documents=len(batch.lengths), variant=name,
-                    repeat=repeat, planned=planned[name], busy=busy[name],
+                    repeat=repeat, planned=planned[name],
                 )  # fmt: skip
 
 

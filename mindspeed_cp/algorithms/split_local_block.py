@@ -61,12 +61,15 @@ def split_local_block(
         for rank in np.flatnonzero(np.diff(keys.span_offsets)).tolist()
         for content in cuts.contents_of(rank, steps, ends[rank][:-1])
     ]
-    spans, places = _cut_spans(spans, cuts.spans, cuts.tokens)
+    cut_spans = np.array(cuts.spans, np.int64)  # one for each cut
+    spans = np.insert(spans, cut_spans + 1, spans[cut_spans])
+    before_cut = cut_spans + np.arange(len(cut_spans))
+    spans["stop"][before_cut] = cuts.tokens
+    spans["start"][before_cut + 1] = cuts.tokens
     others = contents[contents["slot"] > 0].copy()
-    others["count"] += np.searchsorted(places, others["first"] + others["count"]) - np.searchsorted(
-        places, others["first"]
-    )
-    others["first"] += np.searchsorted(places, others["first"])
+    cuts_before = np.searchsorted(cut_spans, others["first"])
+    others["count"] += np.searchsorted(cut_spans, others["first"] + others["count"]) - cuts_before
+    others["first"] += cuts_before
     local_contents = np.array(local, CONTENT)
     return sorted_contents(np.concatenate([local_contents[local_contents["count"] > 0], others])), spans
 
@@ -117,30 +120,20 @@ class _Cuts:
         goal = before + int(total * share)
         span = min(int(np.searchsorted(self._work_before, goal, "right")) - 1, stop - 1)
         missing, rows = goal - int(self._work_before[span]), int(self._rows[span])
-        row = _cut_row(missing, rows, int(self._seen[span]), self._triangular)
-        return (span + 1, 0) if row == rows else (span, row)
+        seen = int(self._seen[span])
+        if self._triangular:  # x keys of the span are seen x * seen - x * (x - 1) / 2 times
+            row = int(seen - np.sqrt(max(0, seen**2 - 2 * missing)))
+        else:
+            row = missing // max(1, seen)
+        if row < rows // 8:  # nearly none, or all
+            return span, 0
+        return (span + 1, 0) if row > rows - rows // 8 or row == rows else (span, row)
 
 
 def local_block_work(queries: Layout, keys: Layout, attention: AttentionConfig) -> np.ndarray:
     """Return the visible pairs of every rank's local block (its rows, under a window), fp64 [ranks]."""
     work, _ = _span_work(queries, keys, attention)
     return np.bincount(keys.spans["rank"], work, keys.ranks)
-
-
-def _cut_row(missing: int, rows: int, seen: int, triangular: bool) -> int:
-    """Return the number of rows of a span whose work is `missing`; 0 or all rows if it is nearly that.
-
-    Args:
-        missing: work of the rows before the cut.
-        rows: rows of the span.
-        seen: queries that see the first key of the span.
-        triangular: each next key is seen by one query less.
-    """
-    if triangular:  # x keys of the span are seen x * seen - x * (x - 1) / 2 times
-        row = int(seen - np.sqrt(max(0, seen**2 - 2 * missing)))
-    else:
-        row = missing // max(1, seen)
-    return 0 if row < rows // 8 else rows if row > rows - rows // 8 else row
 
 
 def _span_work(queries: Layout, keys: Layout, attention: AttentionConfig) -> tuple[np.ndarray, np.ndarray]:
@@ -160,13 +153,3 @@ def _span_work(queries: Layout, keys: Layout, attention: AttentionConfig) -> tup
     np.add.at(query_rows, (queries.spans["rank"], queries.spans["doc"]), queries.spans["stop"] - queries.spans["start"])
     own_queries = query_rows[spans["rank"], spans["doc"]]
     return rows * own_queries, own_queries
-
-
-def _cut_spans(spans: np.ndarray, cut_spans: list[int], cut_tokens: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the spans cut before the given tokens, and the indices of the cut spans, one for each cut."""
-    places = np.array(cut_spans, np.int64)
-    out = np.insert(spans, places + 1, spans[places])
-    upper = places + np.arange(len(places))  # indices of the upper parts in `out`
-    out["stop"][upper] = cut_tokens
-    out["start"][upper + 1] = cut_tokens
-    return out, places

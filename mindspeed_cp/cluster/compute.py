@@ -18,9 +18,6 @@ LINEAR_BACKWARD = 2.0  # the gradients of the input and of the weights
 
 MAX_FLOPS = 1e30  # of a token: far more than products of sizes of at most MAX_SIZE have
 
-#: Parts of linear layers: all; the q, k and v projections; the output projection; all others.
-LINEAR_PARTS = ("all", "qkv", "out", "rest")
-
 
 @dataclass(frozen=True)
 class LayerCost:
@@ -68,7 +65,8 @@ class LayerCost:
         return self.hidden_size * self.bytes_per_element / self.hidden_row_shares
 
     def flops(self, part: str) -> float:
-        """Return the forward FLOPs of a token in one of LINEAR_PARTS."""
+        """Return the forward FLOPs of a token in a part of the linear layers: "all", the projections "qkv" before
+        attention and "out" after it, and the "rest"."""
         rest = self.flops_per_token - self.qkv_flops - self.out_flops
         return {"all": self.flops_per_token, "qkv": self.qkv_flops, "out": self.out_flops, "rest": max(rest, 0.0)}[part]
 
@@ -187,7 +185,7 @@ class ComputeCost:
         )
 
     def linear_layer_seconds(self, tokens: Any, backward: bool = False, part: str = "all") -> Any:
-        """Return the seconds of the linear layers (one of LINEAR_PARTS) for a number of tokens, fp64 of the same
-        shape."""
+        """Return the seconds of the linear layers, or a part of them (:meth:`LayerCost.flops`), for a number of tokens,
+        fp64 of the same shape."""
         seconds_per_token = self.layer.flops(part) / (self.cluster.peak_flops * self.cluster.linear_efficiency)
         return np.asarray(tokens, np.float64) * seconds_per_token * (LINEAR_BACKWARD if backward else 1.0)

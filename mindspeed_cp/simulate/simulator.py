@@ -59,54 +59,25 @@ def simulate_plan(
     representative = representative_ranks(plan, max_exact_spans)
     tiles = TileCounter(plan, representative)
     linear_forward, linear_backward = (linear_times(plan, cost, backward) for backward in (False, True))
-    forward = _simulate_direction_of_plan(plan, "forward", cost, np.zeros(plan.ranks), linear_forward, tiles, sharing)
-    begin = forward.steps[:, -1, 2] + linear_forward.rest + linear_backward.rest
-    backward = _simulate_direction_of_plan(plan, "backward", cost, begin, linear_backward, tiles, sharing)
-    total = float(backward.steps[:, -1, 2].max())
-    compute, linear = forward.compute + backward.compute, linear_forward.total + linear_backward.total
+    compute, begin = np.zeros(plan.ranks), np.zeros(plan.ranks)
+    results = []
+    for direction, linear in (("forward", linear_forward), ("backward", linear_backward)):
+        kernels = tiles.work(direction).seconds(cost, direction == "backward")
+        table = transfers(plan, direction, cost.layer.bytes_per_element, cost.layer.hidden_row_bytes)
+        if len(table) and int(table["done"].max()) >= step_count(plan, direction):
+            raise ConfigError(f"plan {plan.algorithm}: a transfer is due after the last step")
+        links = LinkQueues(cost.cluster, plan.topology.nodes, sharing)
+        steps, timed = simulate_direction(with_projections(kernels, linear, plan), table, links, begin)
+        projections = 0.0 if plan.linear_layout is None else linear.before + linear.after
+        compute = compute + ((steps[:, :, 1] - steps[:, :, 0]).sum(1) - projections)
+        begin = steps[:, -1, 2] + linear_forward.rest + linear_backward.rest
+        results.append((steps, timed))
+    (forward_steps, forward_sent), (backward_steps, backward_sent) = results
+    total, linear_total = float(backward_steps[:, -1, 2].max()), linear_forward.total + linear_backward.total
     return Timeline(
-        total,
-        compute,
-        linear,
-        total - compute - linear,
-        forward.steps,
-        backward.steps,
-        forward.transfers,
-        backward.transfers,
-        plan,
-        cluster,
-        cost.layer,
-        len(np.unique(representative)),
-    )
-
-
-@dataclass(frozen=True, eq=False)
-class _DirectionTimes:
-    """One simulated direction: (start, computed, end) fp64 [ranks, steps, 3], seconds of attention kernels and of
-    launches of messages fp64 [ranks], and TIMED_TRANSFER records."""
-
-    steps: np.ndarray
-    compute: np.ndarray
-    transfers: np.ndarray
-
-
-def _simulate_direction_of_plan(
-    plan: Plan,
-    direction: str,
-    cost: ComputeCost,
-    begin: np.ndarray,
-    linear: LinearTimes,
-    tiles: TileCounter,
-    sharing: str,
-) -> _DirectionTimes:
-    kernels = tiles.work(direction).seconds(cost, direction == "backward")
-    table = transfers(plan, direction, cost.layer.bytes_per_element, cost.layer.hidden_row_bytes)
-    if len(table) and int(table["done"].max()) >= step_count(plan, direction):
-        raise ConfigError(f"plan {plan.algorithm}: a transfer is due after the last step")
-    links = LinkQueues(cost.cluster, plan.topology.nodes, sharing)
-    steps, timed = simulate_direction(with_projections(kernels, linear, plan), table, links, begin)
-    projections = 0.0 if plan.linear_layout is None else linear.before + linear.after
-    return _DirectionTimes(steps, (steps[:, :, 1] - steps[:, :, 0]).sum(1) - projections, timed)
+        total, compute, linear_total, total - compute - linear_total, forward_steps, backward_steps, forward_sent,
+        backward_sent, plan, cluster, cost.layer, len(np.unique(representative)),
+    )  # fmt: skip
 
 
 def simulate_direction(

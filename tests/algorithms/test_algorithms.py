@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from dataclasses import replace
 
 import numpy as np
@@ -217,20 +216,6 @@ def test_the_backward_of_one_rank_has_the_same_tiles():
     for algorithm in ALGORITHMS:
         plan = build_plan(Documents([30, 4]), Topology(1, 1), SMALL, algorithm)
         assert np.array_equal(plan.forward.tiles(0), plan.backward.tiles(0))
-
-
-def test_documents_without_work_are_spread_too():
-    plan = build_plan(
-        Documents([30] * 400), Topology(1, 4), AttentionConfig(4, mask="full"), "direct", Documents([0] * 400),
-        layout="balanced",
-    )  # fmt: skip
-    assert plan.layout.token_counts.tolist() == [3000] * 4
-
-
-def test_windows_without_end_are_no_windows():
-    for window in ((sys.maxsize, 0), (2**70, 0), (-1, 0)):
-        assert AttentionConfig(4, window=window) == AttentionConfig(4)
-    assert AttentionConfig(4, mask="full", window=(3, sys.maxsize)).window == (3, -1)
 
 
 def test_hybrid_takes_no_more_ranks_for_heads_than_there_are_heads() -> None:

@@ -128,7 +128,7 @@ def test_equal_tokens_for_linear_layers_and_pieces_go_together(name: str) -> Non
         verify_plan(plan)
 
 
-def test_what_fetches_nothing_stays_as_it_is() -> None:
+def test_plans_without_fetches_stay_as_they_are() -> None:
     plan = build_plan(Documents([500] * 8), Topology(1, 8), MHA, "hierarchical")
     assert cut_fetches(plan, 4) is plan
     fetching = built("relays")

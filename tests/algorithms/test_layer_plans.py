@@ -76,7 +76,7 @@ def test_a_window_fetches_only_what_it_needs() -> None:
     assert window.algorithm == "kv_fetch" and 0 < sent[0] < sent[1] / 10
 
 
-def test_what_cannot_be_planned_is_refused() -> None:
+def test_hidden_remap_of_several_attentions_is_refused() -> None:
     with pytest.raises(ConfigError, match="no attention was given"):
         build_layer_plans(DOCUMENTS, Topology(1, 2), ())
     with pytest.raises(ConfigError, match="remap moves hidden states"):

@@ -140,20 +140,13 @@ def test_the_narrower_rows_move(attention: AttentionConfig, hidden: int, tensor:
     assert widths[mode] == min(widths.values())
 
 
-def test_widths_by_hand() -> None:
-    """Grouped queries: q and out of 32 heads, k and v of 8, 128 wide; hidden states of 4096."""
-    widths = redistribution_widths(AttentionConfig(32, 8, 128), 4096)
-    assert widths == {"qkv": (32 + 32 + 8 + 8) * 128, "hidden": 2 * 4096}
-    assert redistribution_widths(AttentionConfig(8, 2, 128), 4096, 4, True)["hidden"] == 2 * 4096 / 4
-
-
 @pytest.mark.parametrize(("call", "message"), [
     (lambda: with_linear_layout(plan_of(), "o"), "mode is 'o'; valid: qkv, hidden"),
     (lambda: with_linear_layout(with_linear_layout(plan_of(), "hidden")), "has a linear layout already"),
     (lambda: with_linear_layout(plan_of("hybrid"), "hidden"), "the plan splits the heads of all documents"),
     (lambda: with_linear_layout(crossed(), "hidden"), "the plan is of cross-attention"),
 ])  # fmt: skip
-def test_bad_input_is_named(call, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_the_error_of_a_bad_mode_has_the_valid_ones(call, message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ConfigError, match=message):
         call()
 

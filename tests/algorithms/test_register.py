@@ -114,7 +114,7 @@ def test_its_options_are_checked(options: dict[str, object], expected: str) -> N
     assert expected in str(error.value)
 
 
-def test_what_is_no_builder_is_refused_at_registration() -> None:
+def test_functions_without_declared_options_are_not_registered() -> None:
     def no_default(documents, kv_documents, topology, attention, *, stride: int): ...  # type: ignore[no-untyped-def]
     def no_type(documents, kv_documents, topology, attention, *, stride=1): ...  # type: ignore[no-untyped-def]
     def no_text(documents, kv_documents, topology, attention, *, stride: int = 1): ...  # type: ignore[no-untyped-def]

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import scale
 from benchmarks.data import HEADS
-from benchmarks.scale import Planned, Problem, SizeRow, in_new_process, main, plan_batches, resident_megabytes
+from benchmarks.scale import Problem, in_new_process, main, plan_batches
 from mindspeed_cp import Documents, Topology, build_plan
 from mindspeed_cp.algorithms.hierarchical import choose_placement
 from mindspeed_cp.cluster.cluster import cluster_of
@@ -51,37 +51,3 @@ def test_batches_are_planned_in_a_new_process() -> None:
     assert [batch.fraction for batch in own] == [batch.fraction for batch in forked]
     if Path("/proc/self/clear_refs").exists():
         assert all(batch.megabytes is not None and 0 <= batch.megabytes < 1000 for batch in forked)
-
-
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux: /proc/self/clear_refs")
-def test_memory_is_the_peak() -> None:
-    before = scale._reset_peak()
-    block = np.ones(8_000_000)
-    del block
-    peak = resident_megabytes("VmHWM")
-    assert before is not None and peak is not None and 50 < peak - before < 100
-
-
-def test_targets_that_are_missed_say_by_how_much() -> None:
-    slow = SizeRow(16, True, (Planned(3, 0.05, 10.0, 0.9),) * 3)
-    assert slow.missed() == ["16 ranks: 50.0 ms, target 40 ms: missed by 25.0%"]
-    assert SizeRow(16, True, (Planned(3, 0.04, 10.0, 0.9),)).missed() == []
-    large = SizeRow(4096, False, (Planned(3, 0.5, 250.0, None),))
-    assert large.missed() == ["4,096 ranks: 250 MB, target 200 MB: missed by 25.0%"]
-    uneven = SizeRow(256, True, (Planned(3, 0.1, None, 0.9), Planned(3, 0.1, None, 0.84)))
-    assert uneven.missed() == ["256 ranks: 0.870 of the bound, target 0.88: missed by 0.010"]
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("--ranks 12", "12 ranks: valid for cluster a800: up to 8, or a multiple of these"),
-        ("--batches 0", "--batches has 0; valid: 1 or more"),
-        ("--json none/x.json", "there is no folder"),
-        ("--cluster h9", "cluster 'h9': no such preset"),
-    ],
-)
-def test_bad_options_are_told(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(words.split())
-    assert said in capsys.readouterr().err

@@ -136,7 +136,7 @@ def test_windows_are_simulated_where_the_planner_does_not_look_at_them() -> None
         assert seconds[chooser.candidates.index(chooser(batch))] <= 1.02 * min(seconds)
 
 
-def test_what_holds_too_much_is_refused_or_left_out() -> None:
+def test_candidates_beyond_the_memory_are_not_chosen() -> None:
     topology, batch = Topology(1, 8, "a2"), Documents([4096] * 8)
     among = [Candidate("hierarchical"), Candidate("all_gather")]
     with pytest.raises(ConfigError, match=r"all_gather: holds 3\.\d* GiB in one layer; there are 1\.75"):

@@ -32,7 +32,7 @@ def seconds_of(rate: float, tile_rows: float, launch: float) -> np.ndarray:
 
 
 @given(st.floats(1e9, 1e15), st.floats(0, 5000), st.floats(0, 1e-3))
-def test_what_made_the_seconds_is_found_again(rate: float, tile_rows: float, launch: float) -> None:
+def test_the_attention_fit_finds_rate_tile_rows_and_launch(rate: float, tile_rows: float, launch: float) -> None:
     seconds = seconds_of(rate, tile_rows, launch)
     fit = fit_attention(FLOPS, ROWS, np.ones(10), seconds)
     again = seconds_of(fit.rate, fit.tile_rows, fit.launch)
@@ -42,7 +42,7 @@ def test_what_made_the_seconds_is_found_again(rate: float, tile_rows: float, lau
 
 
 @given(st.floats(1e6, 1e12), st.floats(0, 1e-2))
-def test_a_link_is_found_again(rate: float, latency: float) -> None:
+def test_the_link_fit_finds_rate_and_latency(rate: float, latency: float) -> None:
     sizes = 2.0 ** np.arange(10, 28, 2)
     fit = fit_rate("in_node", sizes, latency + sizes / rate)
     assert np.abs(fit.overhead + sizes / fit.rate - latency - sizes / rate).max() < 1e-6 * (latency + sizes[-1] / rate)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -49,33 +47,6 @@ def test_stdlib_is_every_py_file_of_the_standard_library_as_bytes() -> None:
     assert detokenize(corpus.tokens(number)) == (root / "os.py").read_bytes()
 
 
-def test_stdlib_is_the_same_twice() -> None:
-    corpus = open_corpus("stdlib")
-    two = open_corpus("stdlib")
-    assert np.array_equal(corpus.lengths, two.lengths)
-    assert [corpus.name(i) for i in range(len(corpus))] == [two.name(i) for i in range(len(two))]
-
-
-def test_opening_reads_no_text_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.txt").write_text("abc")
-
-    def refuse(*_: object, **__: object) -> None:
-        raise AssertionError("a text file was opened")
-
-    monkeypatch.setattr(Path, "open", refuse)
-    assert open_corpus(tmp_path).lengths.tolist() == [4]
-
-
-def test_the_data_packages_do_not_import_torch() -> None:
-    code = "import sys, mindspeed_cp.data; sys.exit('torch' in sys.modules)"
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        ).returncode
-        == 0
-    )
-
-
 # --- text files -------------------------------------------------------------------------------------------------------
 
 
@@ -94,18 +65,6 @@ def test_a_folder_is_its_files_sorted_by_path_whatever_they_hold(
     corpus = open_corpus(root)
     assert contents(corpus) == [expected[inside] for inside in sorted(expected)]
     assert corpus.lengths.tolist() == [len(expected[inside]) + 1 for inside in sorted(expected)]
-
-
-def test_an_empty_file_is_a_document_of_one_token(tmp_path: Path) -> None:
-    (tmp_path / "empty.txt").touch()
-    corpus = open_corpus(tmp_path)
-    assert corpus.lengths.tolist() == [1] and corpus.tokens(0).tolist() == [EOD]
-
-
-def test_files_that_are_no_text_are_read_as_bytes(tmp_path: Path) -> None:
-    content = bytes(range(256)) + b"\xff\xfe\x00\x00"
-    (tmp_path / "binary.txt").write_bytes(content)
-    assert contents(open_corpus(tmp_path)) == [content]
 
 
 def test_hidden_and_other_files_are_left_out(tmp_path: Path) -> None:
@@ -149,13 +108,6 @@ def test_blank_lines_are_no_documents_and_names_count_them(tmp_path: Path) -> No
     corpus = open_corpus(path)
     assert contents(corpus) == [b"a", b""]
     assert [corpus.name(0), corpus.name(1)] == [f"{path}:1", f"{path}:4"]
-
-
-def test_text_and_jsonl_files_stand_side_by_side(tmp_path: Path) -> None:
-    (tmp_path / "b.txt").write_text("two")
-    write_lines(tmp_path / "a.jsonl", ["zero", "one"])
-    write_lines(tmp_path / "c.jsonl", [])
-    assert contents(open_corpus(tmp_path)) == [b"zero", b"one", b"two"]
 
 
 @pytest.mark.parametrize(
@@ -241,13 +193,6 @@ def test_the_error_of_a_folder_that_may_not_be_listed_has_its_path(
 
     monkeypatch.setattr(os, "scandir", refuse)
     assert refusal(tmp_path) == f"corpus {tmp_path}: cannot be listed (Permission denied)"
-
-
-def test_names_that_are_no_utf8_can_be_printed(tmp_path: Path) -> None:
-    path = os.fsencode(tmp_path) + b"/\xff.jsonl"
-    with open(path, "wb") as file:
-        file.write(b"broken\n")
-    refusal(tmp_path).encode("utf-8")
 
 
 # --- a corpus that changes under the run ------------------------------------------------------------------------------

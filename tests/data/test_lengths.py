@@ -71,7 +71,7 @@ def test_real_lengths_take_the_place_of_bins(tmp_path: Path) -> None:
         ("name: x\nedges: [1, 10, 20]\npercent: [150, -50]\n", "none below 0"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_in_a_file_is_named(text: str, message: str, tmp_path: Path) -> None:
+def test_the_error_of_a_bad_file_of_bins_has_key_and_rule(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=message):
@@ -85,7 +85,7 @@ def test_a_file_of_bins_is_read(tmp_path: Path) -> None:
     assert set(sample_lengths(path, 1000)) == {5, 6, 7, 8}
 
 
-def test_bad_arguments_are_named(tmp_path: Path) -> None:
+def test_the_error_of_a_bad_argument_has_its_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"lengths 'wiki': no such distribution; did you mean wikipedia\?"):
         sample_lengths("wiki", 1)
     with pytest.raises(ConfigError, match="count is -1"):

@@ -121,16 +121,6 @@ def test_a_packer_goes_on_exactly_from_a_state_that_went_through_json(packer: Pa
         assert packer.state_dict() == other.state_dict()
 
 
-def test_looking_ahead_fills_rows_better_than_taking_documents_in_turn() -> None:
-    lengths = np.random.Generator(np.random.PCG64(1)).lognormal(6, 1, 3000).astype(np.int64) + 1
-
-    def fill(lookahead: int) -> float:
-        rows = rows_of_epoch(Packer(lengths, 4096, 0, lookahead))
-        return sum(int(row["length"].sum()) for row in rows) / (len(rows) * 4096)
-
-    assert fill(64) > 0.99 > fill(1)
-
-
 @pytest.mark.parametrize("documents", [200_000])
 def test_a_large_epoch_begins_at_once(documents: int) -> None:
     packer = Packer(np.full(documents, 1000), 8192, 0, 64)

@@ -142,7 +142,7 @@ def test_one_replica_has_no_pool() -> None:
     assert not dispatcher(1)(rows([4096])).pooled
 
 
-def test_what_cannot_be_planned_is_an_error() -> None:
+def test_batches_that_neither_pool_nor_replicas_can_plan_raise() -> None:
     lengths = np.array([4096, 64])
     with pytest.raises(ConfigError, match="max_seqlen_per_dp_cp_rank"):
         groups = [[np.array([0])], [np.array([1])]]

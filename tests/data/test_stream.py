@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mindspeed_cp.data import EOD, VOCAB_SIZE, Dispatcher, PackedStream, open_corpus
@@ -101,40 +101,6 @@ def test_a_stream_goes_on_exactly_at_any_point_and_with_any_number_of_replicas(
     assert resumed.state_dict() == alone.state_dict()
 
 
-def test_the_state_is_small_however_large_the_corpus() -> None:
-    stream = PackedStream(ListCorpus([100] * 20_000), 1000, 0)
-    for _ in range(50):
-        next(stream)
-    assert len(json.dumps(stream.state_dict())) < 1000
-
-
-@law
-@given(corpora, contexts)
-def test_cut_documents_counts_those_longer_than_the_context(corpus: ListCorpus, context: int) -> None:
-    stream = PackedStream(corpus, context, 0)
-    assert stream.cut_documents == sum(length > context for length in corpus.lengths)
-
-
-@law
-@given(corpora, contexts, st.integers(1, 3))
-def test_fill_is_the_part_of_the_context_that_tokens_take(corpus: ListCorpus, context: int, replicas: int) -> None:
-    stream = PackedStream(corpus, context, 0, replicas=replicas)
-    assert stream.fill == 0.0
-    for _ in range(5):
-        next(stream)
-    rows = list(islice(PackedStream(corpus, context, 0), 5 * replicas))
-    assert stream.fill == pytest.approx(sum(len(row.tokens) for row in rows) / (len(rows) * context))
-
-
-def test_another_seed_and_another_epoch_give_another_order() -> None:
-    corpus = ListCorpus([5] * 40)
-    first = [row.tokens.tolist() for row in first_epoch(PackedStream(corpus, 20, 0))]
-    assert first != [row.tokens.tolist() for row in first_epoch(PackedStream(corpus, 20, 1))]
-    stream = PackedStream(corpus, 20, 0)
-    epochs = [[next(stream).tokens.tolist() for _ in first] for _ in range(2)]
-    assert epochs[0] == first != epochs[1]
-
-
 def test_the_standard_library_packs_well_and_keeps_inside_the_vocabulary() -> None:
     stream = PackedStream(open_corpus("stdlib"), 8192, seed=0)
     for row in islice(stream, 50):
@@ -219,14 +185,6 @@ def test_a_corpus_that_gives_other_lengths_than_it_promised_is_refused() -> None
 
     with pytest.raises(ConfigError, match=r"shape \[1\] for the 5 tokens"):
         next(PackedStream(Lying([5]), 8, 0))
-
-
-@settings(law, max_examples=5)
-@given(st.integers(2, 5))
-def test_numpy_numbers_as_arguments_still_give_a_json_state(context: int) -> None:
-    stream = PackedStream(ListCorpus([5]), np.int64(context), np.int64(0))  # type: ignore[arg-type]
-    next(stream)
-    json.dumps(stream.state_dict())
 
 
 # --- whole global batches ---------------------------------------------------------------------------------------------

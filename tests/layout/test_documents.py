@@ -94,7 +94,7 @@ def test_a_row_ends_a_document(rows: int, width: int, data: st.DataObject) -> No
         (lambda: Documents.from_position_ids([[0, 1], [0, 2]]), r"position_ids\[1, 1\] is 2 after 0; valid: 1"),
     ],
 )
-def test_what_names_no_documents_is_refused(make: Any, message: str) -> None:
+def test_arrays_without_documents_are_refused(make: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
 

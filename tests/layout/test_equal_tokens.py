@@ -176,7 +176,7 @@ def moved_rows(source: Layout, target: Layout) -> dict[tuple[int, int], int]:
     return {(p["src"], p["dst"]): p["rows"] for p in move.rank_pairs if p["src"] != p["dst"]}
 
 
-def test_worst_cases() -> None:
+def test_equal_tokens_of_one_full_rank_and_of_empty_ranks() -> None:
     giant = zigzag(Documents([1_000_003]), 8, [[5]])
     assert sorted(set(equal_token_layout(giant, 4).token_counts)) == [125000, 125001]
     nothing = zigzag(Documents([0, 0]), 4)
@@ -216,6 +216,6 @@ def test_a_giver_is_not_cut_into_pieces() -> None:
         ),
     ],
 )
-def test_bad_input_is_named(call, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_the_error_of_bad_counts_has_the_argument(call, message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ConfigError, match=message):
         call()

@@ -23,7 +23,7 @@ def ancestors(parent_of: tuple[int, ...], doc: int) -> list[int]:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 5), min_size=2, max_size=30), st.randoms(use_true_random=False))
-def test_all_follows_from_the_parents(lengths: list[int], rng: Random) -> None:
+def test_paths_depths_roots_and_positions_follow_from_the_parents(lengths: list[int], rng: Random) -> None:
     parent_of = parents(len(lengths), rng)
     documents = Documents(lengths, parent_of)
     trees = documents.trees

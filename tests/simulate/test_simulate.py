@@ -123,15 +123,6 @@ def test_linear_layers_come_between_the_directions_on_every_rank() -> None:
         simulate_plan(plan, load_cluster("a2").with_ranks(2))
 
 
-def test_it_is_the_same_again() -> None:
-    documents = Documents(sample_batch("prolong", 8 * 4096, 1))
-    plan = build_plan(documents, Topology(2, 4, "a800"), MHA, "hierarchical")
-    first, other = (simulate_plan(plan, load_cluster("a800")) for _ in range(2))
-    assert np.array_equal(first.transfers_forward, other.transfers_forward) and np.array_equal(
-        first.steps_backward, other.steps_backward
-    )
-
-
 def test_ranks_that_stand_for_others_say_so_and_are_close() -> None:
     plan = build_plan(Documents([700] * 40), Topology(4, 8), MHA, "ring")
     cluster = load_cluster("a2")
@@ -222,10 +213,3 @@ def test_tiles_of_all_ranks_are_counted_in_passes_as_one_by_one(
     monkeypatch.setattr(tile_work, "WINDOW_TOKENS_PER_PASS", 2000)
     counted = tile_work.TileCounter(plan).work("forward").pairs
     assert counted == pytest.approx(plan.work() / attention.heads)
-
-
-def test_a_cluster_may_be_named() -> None:
-    plan = build_plan(Documents([900, 3000, 200]), Topology(1, 4, "a3"), AttentionConfig(8, 2, 64), "hierarchical")
-    assert simulate_plan(plan, "a3").total == simulate_plan(plan, load_cluster("a3")).total
-    with pytest.raises(ConfigError, match="a33"):
-        simulate_plan(plan, "a33")

@@ -14,6 +14,7 @@ import pytest
 from benchmarks.cluster import fabric
 from benchmarks.cluster.fabric import ClusterError, cluster, missing, run_ranks
 from benchmarks.cluster.network import Shape
+from benchmarks.cluster.scale import VARIANTS
 from tests.limits import HANG
 
 SMALL = Shape(2, 1, 1, 50_000_000)
@@ -33,13 +34,6 @@ def test_without_root_it_says_so(monkeypatch):
         pass
 
 
-def test_without_iproute2_it_says_so(monkeypatch):
-    monkeypatch.setattr(fabric.shutil, "which", lambda name: None)
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    with pytest.raises(ClusterError, match="needs iproute2"), cluster(SMALL):
-        pass
-
-
 def test_only_what_is_its_own_and_over_is_left_over(monkeypatch):
     alive = subprocess.Popen(["sleep", str(HANG)])
     try:
@@ -53,26 +47,6 @@ def test_only_what_is_its_own_and_over_is_left_over(monkeypatch):
     finally:
         alive.kill()
         alive.wait()
-
-
-def test_commands_keep_their_order_and_those_of_one_namespace_share_a_process(monkeypatch):
-    ran = []
-    monkeypatch.setattr(fabric, "run", lambda command, lines=None: ran.append((command, lines)))
-    fabric.run_all(
-        [
-            ["ip", "netns", "add", "a"], ["ip", "netns", "exec", "a", "sh", "-c", "echo x > y"],
-            ["ip", "-n", "a", "link", "set", "lo", "up"], ["ip", "-n", "a", "address", "add", "x"],
-            ["tc", "-n", "a", "qdisc"], ["ip", "link", "add", "p"], ["ip", "link", "add", "q"], ["ip", "-n", "b", "z"],
-        ]
-    )  # fmt: skip
-    assert ran == [
-        (["ip", "netns", "add", "a"], None),
-        (["ip", "netns", "exec", "a", "sh", "-c", "echo x > y"], None),
-        (["ip", "-n", "a", "-batch", "-"], "link set lo up\naddress add x\n"),
-        (["tc", "-n", "a", "-batch", "-"], "qdisc\n"),
-        (["ip", "-batch", "-"], "link add p\nlink add q\n"),
-        (["ip", "-n", "b", "-batch", "-"], "z\n"),
-    ]
 
 
 @needs_cluster
@@ -133,7 +107,7 @@ def test_a_nic_holds_back_what_exceeds_its_rate(tmp_path):
 @needs_cluster
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.thorough)])
 def test_ctrl_c_removes_everything(number):
-    command = [sys.executable, "-m", "benchmarks.cluster", "layer", "--ranks-per-node", "1"]
+    command = [sys.executable, "-m", "benchmarks.cluster", "--ranks-per-node", "1"]
     process = subprocess.Popen(
         [*command, "--sets", "one", "--repeat", "1000"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -153,22 +127,14 @@ def test_ctrl_c_removes_everything(number):
 @needs_cluster
 @pytest.mark.thorough
 def test_the_smallest_cluster_sends_what_its_plans_say(tmp_path):
-    """Two nodes of one rank: a layer's bytes are the plan's, and pass the NIC."""
+    """Two nodes of one rank: every algorithm is timed, and the program proves the bytes of its plans."""
     out = tmp_path / "out.json"
-    command = [sys.executable, "-m", "benchmarks.cluster", "layer", "--ranks-per-node", "1", "--rate", "20"]
-    more = ["--tokens", "512", "--sets", "one", "--repeat", "1", "--json", str(out)]
-    variants = ["--only", "even-split ring", "all_gather", "--heads", "4", "--kv-heads", "4"]
-    process = subprocess.Popen(
-        [*command, *more, *variants], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    command = [sys.executable, "-m", "benchmarks.cluster", "--ranks-per-node", "1", "--rates", "20", "--tokens", "512"]
+    more = ["--sets", "one", "--repeat", "1", "--heads", "4", "--kv-heads", "4", "--json", str(out)]
+    process = subprocess.Popen([*command, *more], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     printed, _ = process.communicate(timeout=HANG)
     assert process.returncode == 0, printed
-    (layer,) = json.loads(out.read_text())
-    assert [figure["variant"] for figure in layer["figures"]] == ["even-split ring", "all_gather"]
-    for row in layer["rows"]:
-        assert [sum(rank["handed"]) for rank in row["ranks"]] == row["planned"] and min(row["planned"]) > 0
-        for rank in row["ranks"]:
-            assert rank["nic_sent"] >= sum(rank["handed"])
-            assert rank["in_sent"] == 0
-        assert row["seconds"] >= max(row["busy"])
+    cases = json.loads(out.read_text())["cases"]
+    assert [case["variant"] for case in cases] == list(VARIANTS)
+    assert all(case["measured"] > 0 and case["predicted"] > 0 for case in cases)
     assert namespaces(process.pid) == set()

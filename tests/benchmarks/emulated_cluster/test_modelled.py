@@ -2,13 +2,11 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
-from benchmarks.cluster.layer import ModelledAttention, busy_seconds
+from benchmarks.cluster.layer import ModelledAttention
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, context_parallel_attention
-from mindspeed_cp.algorithms.linear_layout import with_linear_layout
 from mindspeed_cp.cluster import ComputeCost, load_cluster
 from mindspeed_cp.ops.attention import ForwardState, Heads
 
@@ -75,41 +73,3 @@ def test_short_tiles_take_longer_for_a_pair():
         return calls[0].math / sum(n * (n + 1) / 2 for n in lengths)
 
     assert seconds([64] * 16) > 2 * seconds([1024])
-
-
-def test_the_linear_part_takes_twice_as_long_backward():
-    backend, naps = model()
-    plan = build_plan(Documents([100]), Topology(2), WIRE, "all_gather")
-    forward, backward = (backend.linear_times(plan, direction) for direction in (False, True))
-    launch = 10 * COST.cluster.launch
-    tokens = plan.layout.token_counts
-    assert forward.rest - launch == pytest.approx(10 * COST.linear_layer_seconds(tokens))
-    assert backward.rest - launch == pytest.approx(2 * (forward.rest - launch))
-    assert not forward.before.any() and not forward.after.any() and naps == []
-    backend.take(0.0)
-    backend.take(3.0)
-    assert naps == [3.0] and backend.slept == 3.0
-
-
-def test_ranks_without_tokens_have_no_linear_part():
-    backend, _ = model()
-    plan = build_plan(Documents([1]), Topology(2), WIRE, "all_gather")
-    assert sorted(backend.linear_times(plan, False).rest > 0) == [False, True]
-
-
-def test_projections_run_on_the_layout_of_attention_if_hidden_states_move():
-    backend, _ = model()
-    plan = with_linear_layout(
-        build_plan(Documents([900, 10, 10]), Topology(4), WIRE, "hierarchical", remap="off"), "hidden"
-    )
-    assert plan.linear_layout is not None and (plan.linear_layout.token_counts != plan.layout.token_counts).any()
-    times = backend.linear_times(plan, False)
-    for seconds, tokens, part in (
-        (times.before, plan.layout.token_counts, "qkv"),
-        (times.after, plan.layout.token_counts, "out"),
-        (times.rest, plan.linear_layout.token_counts, "rest"),
-    ):
-        launches = 10 * COST.cluster.launch * (tokens > 0)
-        assert seconds - launches == pytest.approx(10 * COST.linear_layer_seconds(tokens, False, part))
-    busy, attention = (np.array(busy_seconds(plan, backend, linear)) for linear in (True, False))
-    assert busy - attention == pytest.approx(times.total + backend.linear_times(plan, True).total)

@@ -8,9 +8,7 @@ from benchmarks.cluster.network import (
     Names,
     Shape,
     commands,
-    hardware_address,
     limiter,
-    remove,
 )
 
 NAMES = Names("mindspeed-cp-1-")
@@ -78,18 +76,6 @@ def test_every_rank_knows_the_hardware_address_by_which_it_reaches_each_other_ra
             assert [shape.address(other), "lladdr", address, "dev", device, "nud", "permanent"] in told
 
 
-def test_a_rank_beyond_all_hardware_addresses_is_refused():
-    assert hardware_address(300) == "02:00:01:2c:00:00" and hardware_address(1, 65535) == "02:01:00:01:ff:ff"
-    with pytest.raises(ValueError, match="rank 65536 is too large"):
-        hardware_address(65536)
-
-
-def test_tcp_waits_as_long_as_the_shape_says():
-    made = words(Shape(2, 2, 1, RATE, patience=100))
-    routes = [line for line in made if " route add " in line]
-    assert routes and all(line.endswith("rto_min 100s") for line in routes)
-
-
 def limits(shape: Shape) -> dict[tuple[str, str], int]:
     """(namespace, device) -> bits/second."""
     rates = {}
@@ -117,19 +103,6 @@ def test_a_mesh_has_a_limited_link_for_each_pair_of_a_node():
     assert set(links) == expected and len(expected) == 8 * 3 and set(links.values()) == {2 * RATE}
     pairs = [line for line in words(shape) if "name in" in line]
     assert len(pairs) == 2 * 6
-
-
-def test_all_names_have_the_prefix_and_all_devices_fit_the_kernel():
-    shape = Shape(4, 8, 8, RATE, "mesh", RATE)
-    for command in commands(shape, NAMES):
-        spaces = [command[i + 1] for i, word in enumerate(command) if word in ("-n", "netns") and i + 1 < len(command)]
-        spaces = [command[3] if space in ("add", "exec") else space for space in spaces]
-        assert spaces and all(space.startswith(NAMES.prefix) for space in spaces), command
-        for i, word in enumerate(command):
-            if word in ("dev", "name", "master"):
-                assert len(command[i + 1]) <= 15
-    made = [command[3] for command in commands(shape, NAMES) if command[:3] == ["ip", "netns", "add"]]
-    assert made == NAMES.all(shape) == [command[3] for command in remove(NAMES.all(shape))]
 
 
 def test_the_limiter_shares_one_rate_and_lets_acknowledgements_pass():

@@ -34,13 +34,6 @@ def test_links_in_a_node_keep_their_ratio_to_the_nic(preset):
     assert scaled.shape(2, "mesh").fabric == "mesh"
 
 
-def test_a_node_cut_to_half_its_ranks_has_the_nics_of_these():
-    assert scale("a800", 4).shape(2, "preset").nics == 2  # 4 NICs for 8 ranks
-    assert scale("a2", 4).shape(2, "preset").nics == 4
-    shape = scale("a800", 2).shape(4, "preset")
-    assert (shape.nodes, shape.ranks_per_node, shape.nics, shape.ranks) == (4, 2, 1, 8)
-
-
 def test_rows_get_narrower_and_scores_keep_their_scale():
     wire = scale(head_dim=192, head_dim_v=128, wire_dim=6).wire
     assert (wire.heads, wire.kv_heads, wire.head_dim, wire.head_dim_v) == (32, 8, 6, 4)
@@ -59,8 +52,3 @@ def test_rows_get_narrower_and_scores_keep_their_scale():
 def test_bad_settings_are_named(change, names):
     with pytest.raises(ConfigError, match=names):
         scale(**change)
-
-
-def test_unknown_links_are_named():
-    with pytest.raises(ConfigError, match="--in-node is 'star'"):
-        scale().shape(2, "star")

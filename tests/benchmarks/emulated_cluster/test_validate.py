@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.cluster.scale import BASE, Batch, Scale, plan_for
-from benchmarks.cluster.validate import Case, cases_of, empty_batch, in_order, predicted, turn_seconds, verdict
+from benchmarks.cluster.validate import (
+    Case,
+    cases_of,
+    empty_batch,
+    in_order,
+    predicted,
+    turn_seconds,
+    verdict,
+    wrong_bytes,
+)
 from mindspeed_cp import AttentionConfig, simulate_plan
 from mindspeed_cp.cluster import LayerCost
 
@@ -54,3 +63,18 @@ def test_order_and_errors() -> None:
     assert in_order(right) and not in_order(wrong)
     said = verdict([*right, *wrong])
     assert "5 cases: mean error 18.4%, worst 55.0% (y, b 1, 100 Mbit/s)" in said and "right in 1 of 2" in said
+
+
+def test_a_rank_that_sends_other_bytes_than_planned_is_told() -> None:
+    rows = [
+        {
+            "variant": name,
+            "batch": "made up",
+            "number": 3,
+            "planned": [5, 7],
+            "ranks": [{"handed": [0, 5]}, {"handed": [sent, 0]}],
+        }
+        for name, sent in (("good", 7), ("bad", 8))
+    ]
+    (line,) = wrong_bytes(rows)
+    assert line.startswith("bad, made up 3: sent")

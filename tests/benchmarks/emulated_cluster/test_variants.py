@@ -1,21 +1,14 @@
 """Plans and batches of the cluster benchmark."""
 
-import numpy as np
 import pytest
 
-from benchmarks.cluster.layer import planned_bytes
-from benchmarks.cluster.scale import BASE, USUAL, VARIANTS, Batch, Scale, batches_of, narrowed, plan_for
+from benchmarks.cluster.scale import VARIANTS, Batch, Scale, narrowed, plan_for
 from mindspeed_cp import AttentionConfig, Documents, Plan, verify_plan
-from mindspeed_cp.algorithms.linear_layout import with_linear_layout
 from mindspeed_cp.plan import traffic
 
 SCALE = Scale("a800", 4, AttentionConfig(8, 4, 128), 2, 100_000_000)
 BATCH = Batch("made up", 0, (900, 40, 333, 17, 700, 58))
 LONG = Batch("made up", 1, (30_000, *[100] * 20))  # takes hierarchical plans of several parts
-
-
-def test_the_base_is_the_even_split_ring_and_measured_unless_others_are_asked_for():
-    assert VARIANTS[BASE] == ("ring", {}) and BASE in USUAL
 
 
 @pytest.mark.parametrize("batch", [BATCH, LONG], ids=["short", "long"])
@@ -36,29 +29,3 @@ def test_plans_of_parts_become_narrow_in_all_their_parts():
     plans = [narrowed(plan_for(name, LONG, SCALE, 2), SCALE) for name in VARIANTS]
     assert any(plan.parts for plan in plans)
     assert all(attentions(plan) == {SCALE.wire} for plan in plans)
-
-
-def test_batches_are_full_and_differ_and_come_again():
-    first, second = batches_of("wikipedia", 2, 10_000)
-    assert sum(first.lengths) == sum(second.lengths) == 10_000 and first.lengths != second.lengths
-    assert batches_of("wikipedia", 2, 10_000) == [first, second]
-    assert batches_of("wikipedia", 1, 10_000, seed=1)[0].lengths == second.lengths
-
-
-def test_one_is_one_document():
-    assert batches_of("one", 5, 123) == [Batch("one", 0, (123,))]
-
-
-def test_real_lengths_are_taken_from_a_folder(tmp_path):
-    np.savez(tmp_path / "wikipedia.npz", lengths=np.array([300, 300], np.uint32))
-    (batch,) = batches_of("wikipedia", 1, 1000, tmp_path)
-    assert batch.lengths == (300, 300, 300, 100)
-
-
-def test_hidden_states_that_move_are_in_the_planned_bytes():
-    plan = narrowed(plan_for("direct, balanced", Batch("x", 0, (1000, 10, 10, 10, 10)), SCALE, 2), SCALE)
-    linear = with_linear_layout(plan, "hidden")
-    assert linear.linear_layout is not None
-    moved = np.abs(linear.linear_layout.token_counts - plan.layout.token_counts).sum() // 2
-    extra = sum(planned_bytes(linear)) - sum(planned_bytes(plan))
-    assert extra == 4 * moved * 8 * 2 * 2  # there and back, twice; 8 heads x 2 channels in bf16

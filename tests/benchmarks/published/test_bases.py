@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.data import FURTHER_SETS
 from benchmarks.published import bases
 from benchmarks.published.bases import (
     LAYERS,
@@ -14,9 +13,6 @@ from benchmarks.published.bases import (
     bound,
     cut_into_rows,
     four_rows,
-    further_row,
-    further_rows,
-    one_row,
     pool_of,
     step_seconds,
 )
@@ -44,19 +40,6 @@ def test_the_second_basis_has_four_rows_of_64k_tokens(seed: int) -> None:
     assert sorted(pool.lengths.tolist()) == sorted(length for row in rows for length in row.lengths.tolist())
     again = four_rows("prolong", seed)
     assert all(row == other for row, other in zip(rows, again, strict=True))
-
-
-def test_the_first_basis_is_one_row_over_all_ranks() -> None:
-    (row,) = one_row("prolong", 16, 3)
-    assert row.tokens == 16 * 4096
-
-
-@pytest.mark.parametrize("name", FURTHER_SETS)
-def test_further_sets_fill_the_ranks_on_both_bases_with_the_same_tokens(name: str) -> None:
-    for seed in range(3):
-        (row,), rows = further_row(name, seed), further_rows(name, seed)
-        assert 0.97 < row.tokens / (64 * 4096) <= 1 and row.lengths.min() > 0
-        assert [part.tokens for part in rows[:3]] == [65536] * 3 and sum(part.tokens for part in rows) == row.tokens
 
 
 def test_rows_run_beside_each_other_and_the_slowest_counts() -> None:
@@ -98,30 +81,11 @@ def test_systems_that_pack_rows_anew_run_the_same_documents(system: str) -> None
     assert sorted(lengths) == sorted(pool_of(rows).lengths.tolist())
 
 
-def test_ulysses_runs_rows_but_no_pool_of_more_ranks_than_heads() -> None:
-    rows = [Documents([4096]), Documents([3000, 1096])]
-    assert Bench().time("Ulysses", [pool_of(rows)], Place("a800", "mha", 64)) is None
-    assert Bench().time("Ulysses", rows, Place("a800", "mha", 64)) is not None
-
-
 def test_nothing_is_faster_than_the_bound() -> None:
     least = bound(ROWS, PLACE)
     for system in ("even ring", "Ulysses", "USP", "Zeppelin", "ours"):
         timed = Bench().time(system, ROWS, PLACE)
         assert timed is not None and timed.seconds > least
-
-
-def test_a_changed_cluster_runs_the_plans_of_the_preset() -> None:
-    changed = Place("a800", "gqa8", 16, (("nic_bandwidth", 0.5),))
-    bench = Bench()
-    before, after = bench.time("ours", ROWS, PLACE), bench.time("ours", ROWS, changed)
-    assert before is not None and after is not None
-    assert before.chosen[0].plan is after.chosen[0].plan
-    assert changed.truth(changed.case(ROWS[0], 4).cluster).nic_bandwidth == 12.5e9
-    slower = bench.time("even ring", ROWS, Place("a800", "gqa8", 64, (("peak_flops", 0.5),)))
-    assert slower is not None and bound(ROWS, Place("a800", "gqa8", 16, (("peak_flops", 0.5),))) == pytest.approx(
-        2 * bound(ROWS, PLACE)
-    )
 
 
 def test_a_step_is_its_micro_batches_and_its_slowest_replica() -> None:
@@ -131,12 +95,6 @@ def test_a_step_is_its_micro_batches_and_its_slowest_replica() -> None:
     alone, both = step_seconds([forwards], PLACE), step_seconds([forwards, other], PLACE)
     assert alone < both <= 2 * alone + 1e-12, "replicas wait at the end of the step alone"
     assert 0.5 * LAYERS * forwards.seconds < alone < 1.5 * LAYERS * forwards.seconds
-
-
-def test_steps_of_an_upper_comparator_are_its_layers() -> None:
-    timed = Bench().time("DistCA*", ROWS, PLACE)
-    assert timed is not None and bound(ROWS, PLACE) < timed.seconds
-    assert step_seconds([timed, timed], PLACE) == pytest.approx(2 * LAYERS * timed.seconds)
 
 
 def test_ranks_that_are_no_whole_nodes_are_refused() -> None:

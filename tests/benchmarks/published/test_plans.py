@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks.published.rings import Group, grouped_rings
-from benchmarks.published.systems import SYSTEMS, dynamic_cp, eod_ring, ring, ulysses, usp, zeppelin
+from benchmarks.published.systems import SYSTEMS, ulysses, usp, zeppelin
 from benchmarks.published.systems.even import build_gathered, eod_lengths
 from benchmarks.published.systems.head_groups import differencing, flexible_groups
 from benchmarks.published.systems.ring_groups import Thresholds, power_of_two, power_of_two_groups, zoned_groups
@@ -73,14 +73,6 @@ def test_documents_are_padded_to_multiples_of_cp_lcm_2_tp(ranks: int, tensor_par
     assert padded.tolist() == [0, unit, unit, unit, 2 * unit, 5 * unit]
 
 
-def test_padding_is_held_and_computed() -> None:
-    problem = case()
-    (padded,), (plain,) = eod_ring(problem), ring(problem)
-    assert padded.plan.documents.lengths.tolist() == eod_lengths(problem.documents.lengths, 8, 1).tolist()
-    assert len(set(padded.plan.layout.token_counts.tolist())) == 1, "equal chunks on all ranks"
-    assert padded.tiles("forward").pairs.sum() > plain.tiles("forward").pairs.sum()
-
-
 def test_ulysses_needs_a_head_for_every_rank() -> None:
     assert ulysses(case(heads=4, kv_heads=2)) == []
     assert len(ulysses(case(heads=8, kv_heads=2))) == 1
@@ -123,15 +115,6 @@ def test_zones_cut_the_longest_over_nodes_the_next_in_a_node_and_leave_the_other
     assert len(finer[0]) == 16 and len(finer[1]) == 4
 
 
-def test_nodes_can_be_filled_by_tokens_and_ranks_by_attention() -> None:
-    tokens, attention = np.array([1.0, 1.0, 1.0, 1.0]), np.array([9.0, 1.0, 1.0, 1.0])
-    by_tokens = zoned_groups(tokens, attention, 2, 2, Thresholds(2.0, 4.0))
-    assert [len({rank // 2 for rank in group}) for group in by_tokens] == [1] * 4
-    assert sorted(group[0] // 2 for group in by_tokens) == [0, 0, 1, 1], "two documents a node"
-    by_work = zoned_groups(attention, attention, 2, 2, Thresholds(2.0, 4.0))
-    assert sorted(group[0] // 2 for group in by_work) != [0, 0, 1, 1]
-
-
 def test_zeppelin_tries_a_remap_to_equal_tokens_for_linear_layers() -> None:
     plans = {candidate.label: candidate.plan for candidate in zeppelin(case())}
     remapped = [plan for label, plan in plans.items() if "remap" in label]
@@ -139,12 +122,6 @@ def test_zeppelin_tries_a_remap_to_equal_tokens_for_linear_layers() -> None:
     for plan in remapped:
         held = (plan.linear_layout or plan.layout).token_counts
         assert held.max() - held.min() <= 1
-
-
-def test_dynamic_context_parallelism_does_not_depend_on_the_cluster() -> None:
-    on_a800 = [candidate.plan.layout for candidate in dynamic_cp(case(cluster="a800"))]
-    on_a2 = [candidate.plan.layout for candidate in dynamic_cp(case(cluster="a2"))]
-    assert all(layout.same_as(other) for layout, other in zip(on_a800, on_a2, strict=True))
 
 
 def test_differencing_divides_as_karmarkar_and_karp_do() -> None:

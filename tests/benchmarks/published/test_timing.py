@@ -83,17 +83,6 @@ def test_a_layer_without_waits_is_the_work_of_the_busiest_rank() -> None:
         assert layer(candidate, problem.cluster).total == actual.total  # nor does it post
 
 
-def test_tiles_are_counted_once_for_all_heads_and_clusters() -> None:
-    problem, other = case(kv_heads=8), case(kv_heads=2)
-    shared = type(other)(other.documents, other.topology, other.attention, other.cluster, problem.shared)
-    (mha,), (gqa,) = ring(problem), ring(shared)
-    assert mha.counted is gqa.counted and mha.plan.forward is gqa.plan.forward
-    assert layer(gqa, problem.cluster).total == pytest.approx(
-        simulate_plan(ring(other)[0].plan, problem.cluster).total, rel=0.02
-    )
-    assert layer(gqa, problem.cluster).total < layer(mha, problem.cluster).total, "fewer key/value heads travel"
-
-
 def test_no_way_that_is_left_out_is_faster() -> None:
     problem = case()
     for candidates in (zeppelin(problem), dynamic_cp(problem)):
@@ -139,17 +128,6 @@ def test_a_routed_message_takes_all_nics_and_no_longer_than_three_hops() -> None
     carried = links.busy_seconds[links.kind_of_link == "nic out"]
     np.testing.assert_allclose(carried[:4], size / 4 / cluster.effective_nic)
     assert not carried[4:].any()
-
-
-def test_routed_links_leave_messages_inside_a_node_as_they_are() -> None:
-    cluster = load_cluster("a2")
-    src, dst, size, now = np.array([0, 1, 9]), np.array([1, 2, 8]), np.full(3, 1e6), np.array([0.0, 1e-3, 0.0])
-    routed, plain = (kind(cluster, 2).serve(src, dst, size, now) for kind in (RoutedLinkQueues, LinkQueues))
-    np.testing.assert_array_equal(routed, plain)
-    mixed = RoutedLinkQueues(cluster, 2).serve(
-        np.append(src, 3), np.append(dst, 11), np.append(size, 1e6), np.append(now, 0)
-    )
-    assert (mixed[1][:3] >= plain[1]).all() and mixed[1][3] > 0
 
 
 @pytest.mark.parametrize("name, pays", [("a800", True), ("h200", True), ("a2", True), ("a3", False)])
