@@ -43,7 +43,6 @@ def check(settings: Sections) -> None:
     _check_cluster(settings)
     _check_attention(settings)
     _check_schedule(settings)
-    _check_fused_operators(settings)
     _check_candidates(settings)
 
 
@@ -337,13 +336,6 @@ def _check_schedule(settings: Sections) -> None:
     if train.lr_warmup_iters >= decay:
         rule = f"must be less than {name} = {decay}; use 0 for no warm-up"
         raise bad_value("train.lr_warmup_iters", train.lr_warmup_iters, rule)
-
-
-def _check_fused_operators(settings: Sections) -> None:
-    train = settings.train
-    if train.fused_operators is True and resolve_device_type(train.device) != "npu":
-        rule = f"needs NPUs, and train.device is {train.device}; use auto or false, or train.device: npu"
-        raise bad_value("train.fused_operators", True, rule)
 
 
 def _check_candidates(settings: Sections) -> None:

@@ -46,11 +46,6 @@ class TrainSettings(Section):
         default="auto",
         description="device of the ranks; auto: npu if torch_npu is installed, else cpu; cuda: NVIDIA GPUs, never auto",
     )
-    fused_operators: Literal["auto", True, False] = Field(
-        default="auto",
-        description="RMSNorm, rotary positions, SwiGLU and AdamW by fused operators of torch-npu, equal to torch's to "
-        "rounding; auto: on an NPU, those that its torch-npu has; true: all that the model has a use for, or an error",
-    )
     bf16: bool = Field(
         default=False, description="bfloat16 weights and activations with fp32 main weights; false: fp32"
     )

@@ -491,7 +491,6 @@ def _load(folder: Path, record: dict[str, Any], training: TrainingModel, world: 
     optimizer_state.load(training.optimizer, loaded["optimizer"], record["adam_steps"])
     training.schedule.num_steps = 0
     training.schedule.step(record["step"])
-    training.fused.use_in_optimizer(training.optimizer)
     known = {field.name: record[field.name] for field in fields(Progress)}
     return Progress(**{**known, "losses": tuple(known["losses"])})
 

@@ -89,7 +89,6 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
         stream = new_stream()
         stack.enter_context(_deterministic(settings.train.deterministic_mode))
         training = build_training_model(settings, world)
-        stack.enter_context(training.fused.applied())
         _warm_up_connections(settings, world, training)
         progress, folder, notes = resume(settings, training, world)
         if progress.data is not None:
@@ -99,7 +98,7 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
             before = None if folder is None else read_manifest(folder)["settings"]
             writer = RunWriter(files, settings, progress.step, before, training.parameters, world.device)
             stack.callback(writer.close)
-            for note in filter(None, (training.fused.note(), *notes)):
+            for note in notes:
                 writer.note(note)
         stop_request = stack.enter_context(StopRequest())
         dispatcher = make_dispatcher(settings, training.attentions, world, corpus)

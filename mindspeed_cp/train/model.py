@@ -21,7 +21,6 @@ from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.data import VOCAB_SIZE
 from mindspeed_cp.megatron import install, install_model, layer_attentions, local_spec, megatron_imports
 from mindspeed_cp.plan import AttentionConfig
-from mindspeed_cp.train.fused_operators import FusedOperators, choose_fused_operators
 from mindspeed_cp.train.world import EXPERT_TENSOR_PARALLEL, World
 
 with megatron_imports():
@@ -49,7 +48,6 @@ class TrainingModel:
         models: the bare parts of the model that this rank holds, one for each virtual pipeline stage, for checkpoints.
         ddp_models: they in Megatron's DDP.
         optimizer, schedule: Megatron's.
-        fused: operators that run fused.
         parameters: weights of the whole model, over all ranks that share it; shared ones counted once.
     """
 
@@ -59,7 +57,6 @@ class TrainingModel:
     ddp_models: Sequence[nn.Module]
     optimizer: Any
     schedule: OptimizerParamScheduler
-    fused: FusedOperators
     parameters: int
 
     def zero_gradients(self) -> None:
@@ -78,10 +75,8 @@ def build_training_model(settings: Settings, world: World) -> TrainingModel:
     torch.manual_seed(train.seed)
     tensor_parallel.model_parallel_cuda_manual_seed(train.seed)
     config = transformer_config(settings)
-    fused = choose_fused_operators(settings, world.device)
-    fused.use_in_config(config)
     virtual_stages = train.virtual_pipeline_model_parallel_size
-    models = [build_stage_model(settings, config, world, fused, number) for number in range(virtual_stages)]
+    models = [build_stage_model(settings, config, world, number) for number in range(virtual_stages)]
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True, use_distributed_optimizer=train.use_distributed_optimizer
     )
@@ -92,7 +87,6 @@ def build_training_model(settings: Settings, world: World) -> TrainingModel:
     for ddp_model in ddp_models:
         ddp_model.broadcast_params()
     optimizer = get_megatron_optimizer(optimizer_config(settings), ddp_models)
-    fused.use_in_optimizer(optimizer)
     config.finalize_model_grads_func = finalize_model_grads
     config.no_sync_func = [part.no_sync for part in ddp_models] if len(ddp_models) > 1 else ddp_models[0].no_sync
     config.grad_scale_func = optimizer.scale_loss
@@ -103,7 +97,6 @@ def build_training_model(settings: Settings, world: World) -> TrainingModel:
         ddp_models=ddp_models,
         optimizer=optimizer,
         schedule=_schedule(settings, optimizer),
-        fused=fused,
         parameters=_count_parameters(models, settings, world),
     )
 
@@ -187,9 +180,7 @@ class SeededLayer(TransformerLayer):
         super().__init__(*arguments, **named)
 
 
-def build_stage_model(
-    settings: Settings, config: TransformerConfig, world: World, fused: FusedOperators, number: int
-) -> GPTModel:
+def build_stage_model(settings: Settings, config: TransformerConfig, world: World, number: int) -> GPTModel:
     """Return the part of the model in virtual stage `number` of this rank, on its device, with planned attention.
 
     A weight has the same initial value for any number of ranks and stages.
@@ -202,7 +193,7 @@ def build_stage_model(
     alibi = model.position_embedding_type == "alibi"
     vp_stage = number if virtual_stages > 1 else None
     layers = layers_of_stage(model.num_layers, world.stages, virtual_stages, world.stage, number)
-    spec = install(local_spec(config, vp_stage, norm=fused.norm), settings.context_parallel_suite, alibi=alibi)
+    spec = install(local_spec(config, vp_stage), settings.context_parallel_suite, alibi=alibi)
     torch.default_generator.manual_seed(seed)
     gpt = GPTModel(
         config,
@@ -221,7 +212,6 @@ def build_stage_model(
     if numbers != list(layers):
         raise NotImplementedError(f"Megatron gives virtual stage {number} the layers {numbers}, not {list(layers)}")
     install_model(gpt)
-    fused.use_in_model(gpt)
     return gpt.to(world.device)
 
 

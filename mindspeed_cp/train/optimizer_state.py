@@ -46,19 +46,6 @@ def steps_of(optimizer: Any) -> float:
     return max((float(state["step"]) for part in _parts(optimizer) for _, state in _weights(part)), default=0.0)
 
 
-def set_fused(optimizer: Any, fused: bool) -> None:
-    """Let torch's AdamW update by its fused operator, or by single ones; counters of steps lie where that needs them.
-
-    Either way writes what the other loads.
-    """
-    for adam in (part.optimizer for part in _parts(optimizer)):
-        for group in adam.param_groups:
-            group["fused"] = fused or None
-        for weight, state in adam.state.items():
-            if "step" in state:
-                state["step"] = state["step"].to(weight.device if fused else "cpu", torch.float32)
-
-
 class _LoadAdamState:
     """Replacement of DistributedOptimizer._set_main_param_and_optimizer_states while a state is loaded."""
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.host_cann import cann_rules, device_memory, oracle, oracle_layers
+from tests.host_cann import cann_rules, device_memory, oracle
 from tests.host_cann import oracle_ring as ring
 from tests.host_cann.cann_rule import Refused, need
 from tests.host_cann.oracle_dropout import mask_bytes
@@ -187,7 +187,7 @@ def handler(name: str) -> Callable[[Asked], None]:
     """What answers calls of that operator."""
     if name.startswith("aclnnFlashAttention"):
         return gradient if "Grad" in name else attention
-    others = {"aclnnDropoutGenMaskV2": dropout_mask, "aclnnRingAttentionUpdateV2": update, **oracle_layers.HANDLERS}
+    others = {"aclnnDropoutGenMaskV2": dropout_mask, "aclnnRingAttentionUpdateV2": update}
     return others.get(name, copy)
 
 

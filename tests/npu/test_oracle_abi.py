@@ -23,7 +23,6 @@ GRAD = "query, key, value, dy, pse, drop_mask, padding_mask, atten_mask, softmax
 LENGTHS, STARTS = "ac_seq_qlen, ac_seq_kvlen", "q_start_idx_val, kv_start_idx_val"
 NUMBERS = "keep_prob, pre_tokens, next_tokens, head_num, input_layout, inner_precise, sparse_mode"
 OUT, DQ = "softmax_max, softmax_sum, softmax_out, attention_score", "dq, dk, dv, dpse"
-RATES = "lr, beta1, beta2, weight_decay, eps"
 MERGE = "prev_attn_out, prev_softmax_max, prev_softmax_sum, cur_attn_out, cur_softmax_max, cur_softmax_sum"
 
 OPERATORS = {
@@ -39,16 +38,8 @@ OPERATORS = {
     "aclnnFlashAttentionUnpaddingScoreGradV4": f"{GRAD}, {LENGTHS}, scale_value, {NUMBERS}, {DQ}, softmax_layout",
     "aclnnRingAttentionUpdateV2": f"{MERGE}, actual_seq_qlen, input_layout, input_softmax_layout, attn_out, softmax_max, softmax_sum",
     "aclnnDropoutGenMaskV2": "shapeArray, prob, seed, offset, probDataType, mask",
-    "aclnnRmsNorm": "self, gamma, epsilon, y, rstd",
-    "aclnnRmsNormGrad": "dy, self, rstd, gamma, dx, dgamma",
-    "aclnnRotaryPositionEmbedding": "self, r1, r2, mode, result",
-    "aclnnRotaryPositionEmbeddingGrad": "grad, r1, r2, x, mode, dx, dcos, dsin",
-    "aclnnSwiGlu": "self, dim, out",
-    "aclnnSwiGluGrad": "grad_output, self, dim, out",
-    "aclnnApplyAdamWV2": f"self, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, grads, step, {RATES}, amsgrad, maximize",
 }
-DOUBLES = {"scale", "scale_value", "keep_prob", "prob", "epsilon"}
-FLOATS, FLAGS = set(RATES.split(", ")), {"amsgrad", "maximize"}
+DOUBLES = {"scale", "scale_value", "keep_prob", "prob"}
 TEXTS = {"input_layout", "softmax_layout", "input_softmax_layout"}
 LISTS = {"prefixN", "ac_seq_qlen", "ac_seq_kvlen", "q_start_idx_val", "kv_start_idx_val", "shapeArray"}
 INTEGERS = {
@@ -60,14 +51,12 @@ INTEGERS = {
     "pse_type",
     "seed",
     "offset",
-    "dim",
-    "mode",
 }
 
 
 def normal(name):
     """A name in the wheel as the stand-in has it."""
-    renamed = {"actual_seq_qlen_tensor": "actual_seq_qlen", "null_max_exp": "max_exp_avg_sqs"}
+    renamed = {"actual_seq_qlen_tensor": "actual_seq_qlen"}
     name = re.sub(r"^format_|_(char|ptr|cast)$|\[i\]$", "", name).replace("tockens", "tokens")
     return renamed.get(name, name)
 
@@ -96,10 +85,6 @@ def argument(opapi, name, index):
     """A value for the argument of that name, told apart from the others by `index`, in C and as it must arrive."""
     if name in DOUBLES:
         return ctypes.c_double(index + 0.25), index + 0.25
-    if name in FLOATS:
-        return ctypes.c_float(index + 0.25), index + 0.25
-    if name in FLAGS:
-        return ctypes.c_bool(True), 1
     if name in TEXTS:
         return ctypes.c_char_p(f"T{index}".encode()), f"T{index}"
     if name in INTEGERS:

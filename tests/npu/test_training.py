@@ -108,7 +108,6 @@ def assert_same(actual: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> N
 def test_losses_are_those_of_the_cpu(
     ranks: int, settings: tuple[str, ...], corpus: Path, tmp_path: Path, on_the_cpu: list[dict[str, Any]]
 ) -> None:
-    """With fused operators."""
     assert_same(train(ranks, tmp_path, f"data.corpus={corpus}", "train.device=npu", *settings), on_the_cpu)
     assert adam_steps(tmp_path) == STEPS
 
@@ -118,25 +117,18 @@ def adam_steps(folder: Path) -> float:
     return read_manifest(max((folder / "checkpoints").glob("iter_*")))["adam_steps"]
 
 
-@pytest.mark.thorough  # by default the test above trains with fused operators
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "runs",
-    [
-        ((2, "npu"), (4, "cpu")),
-        ((1, "cpu"), (3, "npu"), (4, "cpu")),
-        ((2, "npu"), (4, "npu plain")),
-    ],
+    [((2, "npu"), (4, "cpu")), ((1, "cpu"), (3, "npu"), (4, "cpu"))],
     ids=lambda runs: ", ".join(f"{device} to {last}" for last, device in runs),
 )
-def test_a_run_goes_on_with_and_without_fused_operators(
+def test_a_run_goes_on_on_another_device(
     runs: tuple[tuple[int, str], ...], corpus: Path, tmp_path: Path, on_the_cpu: list[dict[str, Any]]
 ) -> None:
-    """Checkpoints of fused and of plain operators are alike: losses stay those of a run on the CPU."""
     lines: list[dict[str, Any]] = []
     for last, device in runs:
-        name, *plain = device.split()
-        choice = "false" if plain else "auto"
-        settings = (f"train.device={name}", f"train.fused_operators={choice}", f"train.train_iters={last}")
+        settings = (f"train.device={device}", f"train.train_iters={last}")
         lines = train(1, tmp_path, f"data.corpus={corpus}", *settings)
         assert adam_steps(tmp_path) == last
     assert_same(lines, on_the_cpu)

@@ -23,9 +23,7 @@ from mindspeed_cp.megatron.mindspeed_compat import replaced_by
 from mindspeed_cp.megatron.patches import versions
 
 
-def local_spec(
-    config: TransformerConfig, vp_stage: int | None = None, norm: type[LocalNorm] | None = None
-) -> TransformerBlockSubmodules:
+def local_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """Return Megatron's own local spec of all layers of this pipeline stage, for :func:`install`.
 
     Two of its parts are replaced, without change to the model: torch's norms, which Megatron refuses under sequence
@@ -35,9 +33,8 @@ def local_spec(
         config: settings of a GPT; normalization, multi_latent_attention, qk_layernorm, num_moe_experts and
             moe_layer_freq are read.
         vp_stage: virtual pipeline stage, of interleaved schedules.
-        norm: builds the norms; None: :class:`LocalNorm`, or MindSpeed's fused norms.
     """
-    norm = norm or _default_norm()
+    norm = _norm()
     block = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=False,
@@ -70,7 +67,7 @@ def local_mtp_spec(config: TransformerConfig, spec: Any, vp_stage: int | None = 
     stage = stage_arguments(get_gpt_mtp_block_spec, vp_stage)
     block = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, **stage)
     for layer in block.layer_specs if block is not None else ():
-        _use_norms(layer.submodules, _default_norm())
+        _use_norms(layer.submodules, _norm())
     return block
 
 
@@ -136,7 +133,7 @@ def _use_norms(submodules: Any, norm: type[LocalNorm]) -> None:
             setattr(submodules, name, norm)
 
 
-def _default_norm() -> Any:
+def _norm() -> Any:
     """Return LocalNorm, or MindSpeed's fused norms in place of Megatron's, which know sequence parallelism."""
     fused = replaced_by("megatron.core.transformer.torch_norm.WrappedTorchNorm")
     return torch_norm.WrappedTorchNorm if fused else LocalNorm

@@ -16,7 +16,6 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.adaptors.documents import POSITION_ROWS
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 from mindspeed_cp.megatron.patches.versions import yarn_angles
-from mindspeed_cp.ops.fused import plain
 
 
 class UncutGroup:
@@ -40,6 +39,22 @@ class UncutGroup:
         return 0
 
 
+def rotary_mul(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Return x with each pair of channels (a, b) rotated to (a cos - b sin, b cos + a sin).
+
+    Args:
+        x: [rows, heads, dim].
+        cos, sin: [rows, 1, dim], equal for the two channels of a pair, of the dtype of x.
+        interleaved: pairs are neighbours (2i, 2i + 1); else channel i and i + dim / 2.
+    """
+    if interleaved:
+        half = torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
+    else:
+        first, second = x.chunk(2, dim=-1)
+        half = torch.cat((-second, first), dim=-1)
+    return x * cos + half * sin
+
+
 class PlannedRotary(nn.Module):
     """Replacement of a GPTModel's ``rotary_pos_emb``; :func:`install_model` installs it.
 
@@ -52,13 +67,13 @@ class PlannedRotary(nn.Module):
         source: the RotaryEmbedding or YarnRotaryEmbedding that Megatron built.
 
     Attributes:
-        rotary_mul: rotates channels: mindspeed_cp.ops.fused.plain.rotary_mul, or the fused operator of an NPU.
+        rotary_mul: rotates channels: the function of this module, or MindSpeed's fused operator.
     """
 
     def __init__(self, source: RotaryEmbedding) -> None:
         super().__init__()
         self.source = source
-        self.rotary_mul = plain.rotary_mul
+        self.rotary_mul = rotary_mul
 
     @property
     def is_yarn(self) -> bool:

@@ -15,8 +15,6 @@ cp_comm_type as a list: IndexError     0.16        not patched: check_model_conf
                                                    lists, one algorithm serves all layers
 =====================================  ==========  ==========================================
 
-Beside these, patches/swiglu.py exchanges two functions of Megatron while a model with fused operators runs on an NPU.
-
 Solved without a patch by the modules that `install` and `local_spec` put into the spec:
 
 =====================================  ==========  ==========================================
