@@ -64,7 +64,7 @@ TIMES_FOLDER ?=
 QUEUE_TESTS = $(wildcard $(addprefix tests/npu/test_,task_queue*.py operators*.py oracle*.py streams.py syncs.py waits.py late*.py \
 	order.py hccl*.py aten.py runtime.py counts.py table.py roll.py parts.py agreement.py bad_input.py))
 
-.PHONY: help train soak test test-quick test-all slow-tests test-versions test-npu test-npu-modes test-triton test-cuda lint docs-tables lock format bench environment clean
+.PHONY: help train soak test test-main test-quick test-all slow-tests test-versions test-npu test-npu-modes test-triton test-cuda lint docs-tables lock format bench environment clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -73,9 +73,12 @@ help: ## this list
 train: $(INSTALLED) ## train a small GPT on 4 local ranks (configs/quickstart.yaml)
 	$(RUN)/mindspeed-cp train $(CONFIG) $(ARGS)
 
-test: lint ## the linters and the tests, with the parts under torch-npu and Triton
-	$(THREADS) $(RUN)/python -m pytest $(SPREAD) $(FULL) $(call TIMES,main) $(ARGS)
+test: $(INSTALLED) ## the linters and the tests, with the parts under torch-npu and Triton
+	@$(MAKE) --no-print-directory -j2 lint test-main  # mypy, of one process, takes as long as a third of the tests
 	$(if $(strip $(ARGS)),,@$(PARTS))
+
+test-main: $(INSTALLED) ## the tests alone, without these parts
+	$(THREADS) $(RUN)/python -m pytest $(SPREAD) $(FULL) $(call TIMES,main) $(ARGS)
 
 test-quick: $(INSTALLED) ## ruff, and the tests that take less than half a second
 	$(RUN)/ruff check .
