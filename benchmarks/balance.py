@@ -12,7 +12,7 @@ at worst; then the slowest replica's time over that of `bound`, on average. No m
 mean of all documents' time, or the longest document.
 
 Then rows of one pool against static replicas (benchmarks/pool.py), 8 replicas of one row each, and of 4 replicas of 4
-pipeline stages (benchmarks/pipeline.py).
+pipeline stages (benchmarks/pool.py).
 """
 
 from __future__ import annotations

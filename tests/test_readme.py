@@ -56,7 +56,7 @@ def script(words: list[str]) -> None:
 
 
 def test_the_example_runs_on_two_ranks(tmp_path: Path) -> None:
-    """With the variables of torchrun, which starts ranks in tests/launch_scripts/test_training.py."""
+    """With the variables that torchrun gives."""
     example = next(code for code in blocks("README.md", "python") if "init_process_group" in code)
     (tmp_path / "example.py").write_text(example)
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1"}

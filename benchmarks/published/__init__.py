@@ -14,7 +14,7 @@ Basis 1: one packed row over all ranks, against the even-split ring over all of 
 ranks, against an even-split ring CP16 x DP4: four rows of 64K tokens, and the slowest of the four counts. Systems that
 place documents treat the same documents as one pool of 64 ranks.
 
-Further sets: lengths that corpora do not have (benchmarks/length_sets.py), on 64 ranks, as one row and as contexts of
+Further sets: lengths that corpora do not have (benchmarks/data.py), on 64 ranks, as one row and as contexts of
 64K; a set whose batches are all equal has one batch. `--further` alone leaves them out, `--basis` alone all others.
 
 Columns: time of the even ring (ms of one layer, forward and backward, with its linear layers); how many times as fast

@@ -68,7 +68,7 @@ def explain_choice(trials: Sequence[CandidateTrial]) -> tuple[str, str, str]:
     batches = f" (mean of {count} batches)" if count > 1 else ""
     mean = 1e3 * sum(chosen.seconds) / count
     return (
-        f"{chosen.candidate}: {mean:.3g} ms a layer{batches}, modelled for {chosen.timeline.cluster.name}"
+        f"{chosen.candidate}: {_ms(mean)} ms a layer{batches}, modelled for {chosen.timeline.cluster.name}"
         + _duplicates(chosen, others),
         _time_spent(chosen.timeline, count) + _second(chosen, others),
         _others(chosen, others),
@@ -85,10 +85,15 @@ def _mean_ms(timeline: Timeline) -> tuple[float, float]:
     return 1e3 * float((timeline.compute + timeline.linear).mean()), 1e3 * float(timeline.waiting.mean())
 
 
+def _ms(milliseconds: float) -> str:
+    """Return three digits, or all before the point."""
+    return f"{milliseconds:,.0f}" if milliseconds >= 100 else f"{milliseconds:.3g}"
+
+
 def _time_spent(timeline: Timeline, batches: int) -> str:
     busy, waiting = _mean_ms(timeline)
     subject = "on the first batch its mean rank" if batches > 1 else "its mean rank"
-    return f"{subject} computes {busy:.3g} ms and waits {waiting:.3g} ms"
+    return f"{subject} computes {_ms(busy)} ms and waits {_ms(waiting)} ms"
 
 
 def _second(chosen: CandidateTrial, others: Sequence[CandidateTrial]) -> str:
@@ -99,7 +104,7 @@ def _second(chosen: CandidateTrial, others: Sequence[CandidateTrial]) -> str:
     second = min(simulated, key=lambda trial: trial.relative_to(chosen))
     assert second.timeline is not None
     busy, waiting = _mean_ms(second.timeline)
-    return f"; with {second.candidate} {busy:.3g} and {waiting:.3g} ms"
+    return f"; with {second.candidate} {_ms(busy)} and {_ms(waiting)} ms"
 
 
 def _others(chosen: CandidateTrial, others: Sequence[CandidateTrial]) -> str:

@@ -83,6 +83,7 @@ def _with_model(options: CaseOptions, file: SettingsFile) -> SettingsFile:
         return file
     has_width = "hidden_size" in model or ("kv_channels" in model and not model.get("multi_latent_attention"))
     if "num_attention_heads" not in model or not has_width:
+        make_settings(file)  # a misspelled key is the likelier fault
         missing = "model.num_attention_heads" if "num_attention_heads" not in model else "model.hidden_size"
         raise ConfigError(
             f"{options.config}: {missing} is not given, and nothing is modelled by a default; give the section model "
@@ -138,6 +139,7 @@ def read_case(options: SimulateOptions) -> tuple[SimulationCase, list[Candidate]
     check_lengths_given(options, file)
     settings = make_settings(file)
     topology = settings.context_parallel_suite.topology
+    _check_devices(settings, topology)
     batches, source = _batches(options, topology.ranks, None if options.config is None else settings)
     attention, suite, sizes = rank_attention(settings), settings.context_parallel_suite, {}
     layer = layer_cost(file, settings, attention)
@@ -186,7 +188,10 @@ def _read_settings_file(options: SimulateOptions) -> SettingsFile:
         if value is not None and not 1 <= value <= MAX_HEADS_OR_CHANNELS:
             raise ConfigError(f"{option} {value}: valid: a whole number from 1 to {MAX_HEADS_OR_CHANNELS:,}")
     cluster = load_cluster(DEFAULT_CLUSTER if options.cluster is None else options.cluster)  # refuses ""
-    file = read_options(options, BUILT_IN.format(ranks=cluster.ranks_per_node, cluster=DEFAULT_CLUSTER))
+    devices = cluster.ranks_per_node
+    file = read_options(options, BUILT_IN.format(ranks=devices, cluster=DEFAULT_CLUSTER))
+    if options.config is None and 1 < (tensor_ranks := _tensor_ranks(file)) <= devices:  # they share the node
+        file = read_options(options, BUILT_IN.format(ranks=devices // tensor_ranks, cluster=DEFAULT_CLUSTER))
     suite = file.data.get("context_parallel_suite")
     ranks = suite.get("context_parallel_size") if isinstance(suite, dict) else None
     if type(ranks) is int and ranks > MAX_SIMULATED_RANKS:
@@ -199,6 +204,27 @@ def _read_settings_file(options: SimulateOptions) -> SettingsFile:
     if type(heads) is int and not heads % 8 and "model.num_query_groups" not in file.lines:
         file = with_value(file, "model.num_query_groups", 8)
     return file
+
+
+def _tensor_ranks(file: SettingsFile) -> int:
+    """Return train.tensor_model_parallel_size of the settings, 1 if it is not given or no number."""
+    train = file.data.get("train")
+    ranks = train.get("tensor_model_parallel_size") if isinstance(train, dict) else None
+    return ranks if type(ranks) is int else 1
+
+
+def _check_devices(settings: Settings, topology: Topology) -> None:
+    """Raise ConfigError if a node of the cluster has too few devices for context- and tensor-parallel ranks."""
+    tensor_ranks, name = settings.train.tensor_model_parallel_size, settings.context_parallel_suite.cluster
+    if tensor_ranks == 1 or name is None:
+        return
+    devices, needed = load_cluster(name).ranks_per_node, topology.ranks_per_node * tensor_ranks
+    if needed > devices:
+        raise ConfigError(
+            f"train.tensor_model_parallel_size = {tensor_ranks}: with {topology.ranks_per_node} context-parallel ranks "
+            f"a node, a node needs {needed} devices, and one of {name} has {devices}; give --ranks-per-node "
+            f"{max(1, devices // tensor_ranks)} and more --nodes"
+        )
 
 
 def read_batch(config: Path | None, lengths: str | None, settings: Settings) -> Documents:

@@ -67,6 +67,7 @@ def convert(
     input, or no training with PyTorch. 3: settings are written, and rows "by hand" or "unknown" come first.
     """
     from mindspeed_cp.convert import convert_flags, convert_script
+    from mindspeed_cp.report.files import check_output_path
 
     words = source or []
     is_script = bool(words) and not words[0].startswith("--")
@@ -76,6 +77,8 @@ def convert(
         )
     if is_script and output is not None and output.resolve() == Path(words[0]).resolve():
         raise ConfigError(f"--output {output}: is the launch script, too; give another file")
+    if output is not None:
+        check_output_path("--output", output, (".yaml", ".yml"))
     path = str(output or DEFAULT_OUTPUT)
     if is_script:
         launch, conversion = convert_script(

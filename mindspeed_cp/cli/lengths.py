@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import resource
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -23,6 +24,7 @@ MAX_RING_CHUNKS = 2**24  # chunks of documents over all ranks; also the most doc
 
 SHOWN = 40  # characters of a list of lengths in a message
 MAX_LENGTHS_BYTES = 2**28  # of a file
+MENTIONED_BYTES = 2**31  # plans that take more are said to
 
 ADVICE = "give whole numbers >= 0, with spaces, commas or new lines between them"
 
@@ -94,10 +96,12 @@ def check_memory(documents: Documents, ranks: int, algorithm: str) -> None:
             f"{needed / 2**30:,.1f} GiB, and {free / 2**30:,.1f} GiB are free; give fewer ranks or documents, or "
             "another algorithm, such as --algorithm ulysses"
         )
+    if needed > MENTIONED_BYTES:
+        print(f"note: the plan takes about {needed / 2**30:,.1f} GiB while it is built", file=sys.stderr)
 
 
 def free_bytes() -> float:
-    """Return the memory that this process may still take: that of the machine, within its limit (ulimit -v)."""
+    """Return the memory that this process may still take: that of the machine, within ulimit -v and its cgroup."""
     free = float("inf")
     try:
         lines = Path("/proc/meminfo").read_text("ascii").splitlines()
@@ -107,6 +111,13 @@ def free_bytes() -> float:
             used = int(Path("/proc/self/statm").read_text("ascii").split()[0]) * resource.getpagesize()
             free = min(free, float(limit - used))
     except (OSError, StopIteration):  # no Linux
+        pass
+    try:  # of a container
+        limit_text, used_text = (
+            Path(f"/sys/fs/cgroup/memory.{name}").read_text("ascii").strip() for name in ("max", "current")
+        )
+        free = min(free, float(int(limit_text) - int(used_text)))
+    except (OSError, ValueError):  # none, or "max"
         pass
     return free
 
@@ -125,6 +136,8 @@ def read_lengths(text: str) -> np.ndarray | None:
         if re.match(r"\s*\[?\s*[-+]?\d", text) and path.suffix == "":
             return read_numbers(text, f"--lengths {_shown(text)!r}")
         sets = ", ".join(length_names())
+        if text and path.is_dir():
+            raise ConfigError(f"--lengths {text}: is a folder; valid: {VALID_LENGTHS}")
         if path.name != text or path.suffix:
             raise ConfigError(f"--lengths {text}: no such file; valid: {VALID_LENGTHS}; sets: {sets}")
         hint = did_you_mean(closest_names(text.lower(), length_names()))

@@ -57,12 +57,10 @@ class Given:
     Attributes:
         values: values of each flag as it counts (the last one of a name).
         settings: keys of context_parallel_suite that the user gave beside the flags.
-        default_algorithm: name of the algorithm that no flag gives.
     """
 
     values: Mapping[str, tuple[str, ...]]
     settings: Mapping[str, object]
-    default_algorithm: str = "p2p"
 
     def has(self, *flags: str) -> bool:
         """Return True if one of these flags is given."""
@@ -81,7 +79,7 @@ class Given:
     def algorithm(self) -> str:
         """Name of the algorithm as the flags give it: MindSpeed's flag counts before Megatron's."""
         given = self.values.get("--context-parallel-algo") or self.values.get("--cp-comm-type")
-        names = given or (self.default_algorithm,)
+        names = given or ("p2p",)
         name = names[0] if len(set(names)) == 1 else "several"
         return str(self.settings.get("algorithm", name))
 

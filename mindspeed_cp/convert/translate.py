@@ -36,9 +36,8 @@ from mindspeed_cp.schema.yaml_file import SettingsFile, apply_overrides, with_fi
 
 MAX_WORDS = 20_000  # of a command line
 
-#: The algorithms that Megatron and MindSpeed-LLM take where no flag names one.
+#: The algorithm that Megatron takes where no flag names one.
 MEGATRON_ALGORITHM = "p2p"
-LLM_ALGORITHM = "ulysses_cp_algo"
 
 #: Training script that builds its layers from --spec.
 SCRIPT_WITH_SPEC = "pretrain_gpt.py"
@@ -113,8 +112,7 @@ def convert_launch(launch: Launch, overrides: Iterable[str] = (), output: str = 
     override_file = _override_file(overrides)
     words, flags = read_flags(launch.words, ARITIES)
     values = {flag.name: flag.values for flag in flags}
-    default = LLM_ALGORITHM if not LLM_FLAGS.isdisjoint(values) else MEGATRON_ALGORITHM
-    given = Given(values, override_file.data[SUITE_SECTION], default)
+    given = Given(values, override_file.data[SUITE_SECTION])
     work = _Work(given, override_file)
     last = {flag.name: number for number, flag in enumerate(flags)}
     for number, flag in enumerate(flags):
@@ -216,14 +214,13 @@ class _Work:
             self.changes.append(Change("context_parallel_size", Outcome.SETTING, "context_parallel_size: 1", reason))
         named = any(map(self.given.has, ("--context-parallel-algo", "--cp-comm-type")))
         if not named and "algorithm" not in {*self.settings, *self.overrides.data[SUITE_SECTION]}:
-            algorithm, flag = read_algorithm("algorithm", self.given.default_algorithm), "--cp-comm-type"
+            algorithm = read_algorithm("algorithm", MEGATRON_ALGORITHM)
             reason = (
                 f"neither --context-parallel-algo nor --cp-comm-type is given: Megatron's default is the {algorithm}"
             )
-            if self.given.default_algorithm == LLM_ALGORITHM:
-                flag, known = "--context-parallel-algo", next(name for name in self.given.values if name in LLM_FLAGS)
-                reason = f"no flag names one, and {known} is of MindSpeed-LLM, whose default is {LLM_ALGORITHM}"
-            self.settings["algorithm"] = (algorithm, f"the default of {flag}")
+            if not LLM_FLAGS.isdisjoint(self.given.values):
+                reason += "; that of MindSpeed-LLM up to 2.3.0 was ulysses: give --set algorithm=ulysses there"
+            self.settings["algorithm"] = (algorithm, "the default of --cp-comm-type")
             self.changes.append(Change("algorithm", Outcome.SETTING, f"algorithm: {algorithm}", reason))
         if "nodes" not in self.overrides.data[SUITE_SECTION]:
             self._add_nodes(launch.launcher)

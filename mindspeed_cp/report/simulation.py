@@ -20,7 +20,7 @@ def simulation_tables(comparison: Comparison) -> list[Table]:
     first = f" in the first of {batch_count:,} batches" if batch_count > 1 else ""
     case_rows = (
         ("lengths", case.source),
-        ("documents", f"{len(batch):,} of {batch.tokens:,} tokens{first}; the longest has {longest:,}"),
+        ("documents", f"{len(batch):,} of {batch.tokens:,} tokens{first}; the longest of all has {longest:,}"),
         ("ranks", f"{topology.ranks}: {topology.nodes} x {topology.ranks_per_node} of cluster {case.cluster.name}"),
         (
             "attention",

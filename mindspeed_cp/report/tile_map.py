@@ -108,15 +108,15 @@ def _figure(
         [step * pitch + side / 2 for step in shown_steps], [f"step {summary.labels[i]}" for i in shown_steps]
     )
     axes.tick_params(length=0, labelsize=8, top=True, labeltop=True, bottom=False, labelbottom=False)
-    shown_ranks = range(0, plan.ranks, -(-15 // pitch))
-    centres = [rank * pitch + side / 2 for rank in shown_ranks]
+    ranks_to_draw = range(0, plan.ranks, -(-15 // pitch))
+    centres = [rank * pitch + side / 2 for rank in ranks_to_draw]
     is_described = side >= MIN_DESCRIBED_SQUARE
-    axes.set_yticks(centres, [_describe_rank(plan, summary, rank, is_described) for rank in shown_ranks])
-    for rank, label in zip(shown_ranks, axes.get_yticklabels(), strict=True):
+    axes.set_yticks(centres, [_describe_rank(plan, summary, rank, is_described) for rank in ranks_to_draw])
+    for rank, label in zip(ranks_to_draw, axes.get_yticklabels(), strict=True):
         label.set(color=palette[rank] * 0.85, weight="bold")
     work = summary.work.sum(1)
     right = axes.secondary_yaxis("right")
-    right.set_yticks(centres, [f"{work[rank] / (work.mean() or 1):.2f}" for rank in shown_ranks])
+    right.set_yticks(centres, [f"{work[rank] / (work.mean() or 1):.2f}" for rank in ranks_to_draw])
     right.set_ylabel("work / mean", fontsize=8)
     right.tick_params(length=0, labelsize=8)
     right.spines["right"].set_visible(False)

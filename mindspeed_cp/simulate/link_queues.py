@@ -7,7 +7,7 @@ A link serves messages in the order of steps, and within a step in the order in 
   use a gap in which a link was idle. This models links on which messages advance together in small packets (NVLink,
   HCCS, RDMA): a sender whose receiver is busy continues with other receivers. Every link finishes all of its bytes
   when it would with fair shares. On NICs that ranks share, messages of a step advance together
-  (:mod:`.shared_links`); elsewhere a single message may be early.
+  (see below); elsewhere a single message may be early.
 * "fifo": the receiver's link may begin with a message when the sender's link has begun. A message that has left the
   sender waits at a busy receiver, so that senders that start with the same receiver delay each other. This models
   large TCP windows, as in the emulated cluster of `benchmarks/cluster`.

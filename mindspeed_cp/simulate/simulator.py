@@ -10,7 +10,7 @@ messages are messages of the plan like all others: a rank posts them in the step
 
 Each step is simulated for all ranks at once. This is exact with two exceptions where ranks share a NIC: a message of an
 earlier step is served before a message of a later step that was posted before it, and messages of a step that come at
-more than 16 times are grouped (:mod:`.shared_links`).
+more than 16 times are grouped (:mod:`.link_queues`).
 """
 
 from __future__ import annotations

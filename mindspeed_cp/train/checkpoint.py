@@ -445,7 +445,7 @@ def resume(settings: Settings, training: TrainingModel, world: World) -> tuple[P
         if damage is None:
             if notes:
                 notes[-1] += f"; going on from {name}"
-            return _load(folder, record, training, world), folder, notes
+            return _load(folder, record, training), folder, notes
         notes.append(f"{folder}: is damaged ({damage})")
     if records:
         raise _none_left(notes, files)
@@ -463,7 +463,7 @@ def _damage_of_share(folder: Path, digests: dict[str, str], world: World) -> str
     return None
 
 
-def _load(folder: Path, record: dict[str, Any], training: TrainingModel, world: World) -> Progress:
+def _load(folder: Path, record: dict[str, Any], training: TrainingModel) -> Progress:
     """Fill model, optimizer and schedule from a whole checkpoint; every rank calls it.
 
     Nothing in a step draws from a generator of random numbers (dropout has seeds of its own), so none is restored.

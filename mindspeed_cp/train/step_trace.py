@@ -135,7 +135,7 @@ class StepTracer:
         }
         path = trace_path(self._folder, number)
         try:
-            everything = [event for events_of_rank, *_ in gathered for event in events_of_rank]
+            everything = [event for rank_events, *_ in gathered for event in rank_events]
             write_step_trace(path, metadata, everything, world.size)
         except OSError as error:
             self._notify(f"{path}: the trace of the step cannot be written: {error_text(error)}")

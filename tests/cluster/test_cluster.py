@@ -101,9 +101,9 @@ def test_the_error_of_a_bad_cluster_file_has_key_and_line(
 
 def test_an_unknown_preset_is_answered_with_the_known() -> None:
     with pytest.raises(
-        ConfigError, match=r"cluster 'h20': no such preset; did you mean h200\? valid: a2, a3, a3_superpod"
+        ConfigError, match=r"cluster 'h20x': no such preset; did you mean h200\? valid: a2, a3, a3_superpod"
     ):
-        load_cluster("h20")
+        load_cluster("h20x")
     with pytest.raises(ConfigError, match=r"no/such\.yaml: no such file"):
         load_cluster("no/such.yaml")
 

@@ -332,7 +332,7 @@ def test_masks_of_more_rows_than_a_call_takes_are_refused():
 
 def test_results_that_belong_to_one_row_are_folded_in_few_rounds():
     n = 1000
-    back = scatter_rows(np.zeros(n, np.int64), np.full(n, 5), 5 * np.arange(n), np.full(n, 5), np.zeros(n, np.int64))
+    back = scatter_rows(np.zeros(n, np.int64), np.full(n, 5), 5 * np.arange(n), np.zeros(n, np.int64))
     assert len(back.merges) == 10 and back.source == back.target == slice(0, 5)
 
 

@@ -24,7 +24,6 @@ from tests.train.runs import Run, write
 from tests.train.test_training import tiny
 
 
-@pytest.mark.thorough  # tests/launch_scripts/test_training.py starts ranks by torchrun too
 def test_torchrun_starts_ranks(corpus: Path, tmp_path: Path, start: Callable[..., Run]) -> None:
     settings = tiny(
         corpus, tmp_path / "run", train__train_iters=3, train__lr_warmup_iters=0,

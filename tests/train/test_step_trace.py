@@ -80,7 +80,7 @@ def steps(traced: Path) -> list[MeasuredStep]:
     return read_traced_steps(traced)
 
 
-def events_of(step: MeasuredStep, rank: int) -> list[dict[str, Any]]:
+def rank_events(step: MeasuredStep, rank: int) -> list[dict[str, Any]]:
     """A rank's complete events, each with the name of its thread without a number."""
     names = {e["tid"]: e["args"]["name"] for e in step.events if e["pid"] == rank and e["name"] == "thread_name"}
     events = [dict(event) for event in step.events if event["pid"] == rank and event["ph"] == "X"]
@@ -96,15 +96,15 @@ def test_named_steps_leave_a_trace_of_all_ranks_that_viewers_read(traced: Path, 
             if event["ph"] == "X":
                 assert event["ts"] >= 0 and event["dur"] >= 0 and event["name"] and event["cat"]
         for rank in (0, 1):
-            assert {event["thread"] for event in events_of(step, rank)} == {"compute", "send", "receive", "step"}
+            assert {event["thread"] for event in rank_events(step, rank)} == {"compute", "send", "receive", "step"}
 
 
 def test_spans_of_a_rank_follow_each_other_and_add_up_to_no_more_than_the_step(steps: list[MeasuredStep]) -> None:
     for step in steps:
         for rank in range(step.ranks):
-            (whole,) = [event for event in events_of(step, rank) if event["cat"] == "step"]
+            (whole,) = [event for event in rank_events(step, rank) if event["cat"] == "step"]
             assert whole["dur"] / 1e6 == pytest.approx(step.breakdown.seconds[rank], abs=1e-6)
-            spans = sorted((e for e in events_of(step, rank) if e["thread"] == "compute"), key=lambda e: e["ts"])
+            spans = sorted((e for e in rank_events(step, rank) if e["thread"] == "compute"), key=lambda e: e["ts"])
             ends = [span["ts"] + span["dur"] for span in spans]
             assert all(end <= after["ts"] + 1e-3 for end, after in zip(ends, spans[1:], strict=False))
             assert sum(span["dur"] for span in spans) <= whole["dur"] and ends[-1] <= whole["dur"] + 1e-3
@@ -140,7 +140,7 @@ def test_messages_are_those_of_the_plans(steps: list[MeasuredStep]) -> None:
                 expected += traffic(plan, 4)["total"]
         assert (step.breakdown.sent == expected).all()
         sides = [
-            [(e["name"], e["args"]["bytes"]) for e in events_of(step, rank) if e["thread"] in ("send", "receive")]
+            [(e["name"], e["args"]["bytes"]) for e in rank_events(step, rank) if e["thread"] in ("send", "receive")]
             for rank in (0, 1)
         ]
         assert sorted(sides[0]) == sorted(sides[1])  # what one sends the other gets
@@ -162,7 +162,7 @@ def test_report_shows_sums_over_events(traced: Path, steps: list[MeasuredStep]) 
     for step, said in zip(steps, told["steps"], strict=True):
         for rank, reported in enumerate(said["ranks"]):
             made, dur = reported["measured"], defaultdict(float)
-            for event in events_of(step, rank):
+            for event in rank_events(step, rank):
                 dur[event["cat"]] += event["dur"] / 1e6
             assert made["attention"] == pytest.approx(dur["attention"])
             assert made["exposed"] == pytest.approx(dur["wait"] + dur["communication"])

@@ -149,12 +149,12 @@ def fill_fewest(
             break
     chosen = sorted(order[:count])
     return water_fill_without_crumbs(
-        [members[i] for i in chosen], [loads[i] for i in chosen], work, overhead, [limits[i] for i in chosen]
+        [members[i] for i in chosen], [loads[i] for i in chosen], work, [limits[i] for i in chosen]
     )
 
 
 def water_fill_without_crumbs(
-    members: list[int], loads: list[float], work: float, overhead: float, limits: list[float]
+    members: list[int], loads: list[float], work: float, limits: list[float]
 ) -> tuple[list[int], list[float]]:
     """Return members and the shares that level their loads; members that would take next to nothing are left out."""
     while True:

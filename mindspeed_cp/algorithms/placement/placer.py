@@ -471,7 +471,6 @@ class DocumentPlacer:
         loads.add(doc, ranks, shares, -1)
         limits = loads.share_limits(ranks, doc)
         rank_loads = [loads.seconds[rank] for rank in ranks]
-        divided, overhead = self._costs.divided[doc], self._costs.overhead[doc]
-        ranks, shares = water_fill_without_crumbs(ranks, rank_loads, divided, overhead, limits)
+        ranks, shares = water_fill_without_crumbs(ranks, rank_loads, self._costs.divided[doc], limits)
         loads.add(doc, ranks, shares)
         return doc, ranks, shares

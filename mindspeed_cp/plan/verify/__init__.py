@@ -41,18 +41,18 @@ def verify_plan(plan: Plan, *, max_bytes: int | None = None, bytes_per_element: 
       `build_plan`;
     * every (token, head) is held once by the caller's layouts and by the layout of queries, and at least once by the
       layout of keys and values; kv heads are beside the query heads that read them; redistributions bring every row and
-      head to its place once (:mod:`.redistribution`);
+      head to its place once (:mod:`.structure`);
     * every number refers to a step, slot, row and rank that exists; tiles lie in their document; messages are in one
       global order, tiles in the order of steps and slots, and of the shapes that operators rely on
       (:mod:`.structure`);
     * every visible (query, key) pair is computed exactly once, and no other pair is; in the backward, the gradient of
       every key returns to its owner with the contribution of every query exactly once (:mod:`.interpret`);
     * no stale, empty or half-received row is computed or sent; no row is received while it is read, sent or received
-      again; no gradient is sent while it is still summed (:mod:`.lifetimes`);
+      again; no gradient is sent while it is still summed (:mod:`.buffers`);
     * no dead-lock, even if every send waits for its receiver (:mod:`.queues`); redistributions are posted all at once
       and need no order;
     * for a plan of parts: the parts cover the documents of the batch once, hold the rows of the plan, are proved one by
-      one, and cannot dead-lock in the order of their steps (:mod:`.parts`);
+      one, and cannot dead-lock in the order of their steps (:mod:`.structure`);
     * if `max_bytes` is given, the peak of communication buffers is within it (:mod:`.memory`; :func:`peak_bytes` lists
       what the engine allocates on top).
 

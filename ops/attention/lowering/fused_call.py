@@ -200,9 +200,7 @@ def content_key(records: np.ndarray, names: tuple[str, ...]) -> bytes:
     return np.stack([records[name] for name in names]).tobytes()
 
 
-def scatter_rows(
-    row: np.ndarray, rows: np.ndarray, start: np.ndarray, size: np.ndarray, is_reversed: np.ndarray
-) -> ScatterRows:
+def scatter_rows(row: np.ndarray, rows: np.ndarray, start: np.ndarray, is_reversed: np.ndarray) -> ScatterRows:
     """Return the targets of the rows of a result.
 
     Rows with the same target are merged as a tree, the upper half into the lower one, so that n rows take log2(n)
@@ -215,8 +213,7 @@ def scatter_rows(
     Args:
         row: first target row of each block.
         rows: number of its target rows.
-        start: first row of the block in the result.
-        size: rows of the block in the result; those after the first `rows` are padding.
+        start: first row of the block in the result; rows after its first `rows` are padding.
         is_reversed: 1 where the block is in reverse order in the call.
     """
     order = np.argsort(row, kind="stable")

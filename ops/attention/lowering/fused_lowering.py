@@ -185,8 +185,8 @@ def _call(blocks: np.ndarray, attention: AttentionConfig, limits: CallLimits, wr
     k: HostRows = as_host_rows(ramps(k_row, k_rows, 1 - 2 * is_reversed)) if spread is None else spread[0]
     actual_seq_qlen, actual_seq_kvlen = (np.cumsum(size), np.cumsum(k_rows)) if spread is None else spread[1:]
     k_start = k_start if spread is None else blocks["k_row"] - spread[0].start
-    q_scatter = scatter_rows(blocks["q_row"], blocks["q_rows"], q_start, size, is_reversed)
-    k_scatter = scatter_rows(blocks["k_row"], k_rows, k_start, k_rows, is_reversed)
+    q_scatter = scatter_rows(blocks["q_row"], blocks["q_rows"], q_start, is_reversed)
+    k_scatter = scatter_rows(blocks["k_row"], k_rows, k_start, is_reversed)
     start_idx, bias_shift = _start_indices(kind, blocks, with_bias)
     mode, pre_tokens, next_tokens, compressed = _sparse_mode(kind, blocks, attention)
     filled = size > blocks["q_rows"]
