@@ -39,9 +39,13 @@ class Tables:
     """Tables that a notebook shows."""
 
     html: str
+    name: str
 
     def _repr_html_(self) -> str:
         return self.html
+
+    def __repr__(self) -> str:  # of a console, which shows no HTML
+        return f"Tables({self.name})"
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -49,6 +53,10 @@ class Picture:
     """A picture that a notebook shows; `figure` is matplotlib's, with `savefig`, and belongs to no pyplot window."""
 
     figure: Figure
+    name: str
+
+    def __repr__(self) -> str:
+        return f"Picture({self.name})"
 
     def _repr_png_(self) -> bytes:
         file = BytesIO()
@@ -67,7 +75,7 @@ def show(shown: Plan | Timeline | Comparison) -> Tables:
         tables, sentence = _timeline_tables(shown), ""
     else:
         tables, sentence = simulation_tables(shown), conclusion(shown)
-    return Tables(html_of_tables(tables, sentence))
+    return Tables(html_of_tables(tables, sentence), repr(shown))
 
 
 def draw(drawn: Plan | Timeline | Comparison, ranks: Sequence[int] | None = None) -> Picture:
@@ -82,10 +90,11 @@ def draw(drawn: Plan | Timeline | Comparison, ranks: Sequence[int] | None = None
             a plan or a comparison.
     """
     if isinstance(drawn, Timeline):
-        return Picture(timeline_figure(drawn, ranks))
+        return Picture(timeline_figure(drawn, ranks), repr(drawn))
     if ranks is not None:
         raise ConfigError(f"ranks to draw: is {list(ranks)} for a {type(drawn).__name__}; valid: None")
-    return Picture(tile_map(drawn) if isinstance(drawn, Plan) else comparison_figure(drawn))
+    figure = tile_map(drawn) if isinstance(drawn, Plan) else comparison_figure(drawn)
+    return Picture(figure, repr(drawn))
 
 
 def _timeline_tables(timeline: Timeline) -> list[Table]:

@@ -184,12 +184,18 @@ def read_traced_steps(run: Path, only: Iterable[int] = ()) -> list[MeasuredStep]
     return [_read(trace_path(run, step)) for step in wanted or steps]
 
 
+#: Types of what the reports take from the metadata as it is.
+_KINDS = {"step": int, "first_of_start": bool, "device": str, "replicas": int, "gradient_bytes": int}
+
+
 def _read(path: Path) -> MeasuredStep:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         metadata = content["otherData"][NAME]
         if metadata["version"] != TRACE_VERSION:
             raise ConfigError("it is of another version of mindspeed-cp")
+        if any(type(metadata[name]) is not kind for name, kind in _KINDS.items()):
+            raise ValueError
         step = MeasuredStep(
             path,
             metadata["step"],

@@ -136,7 +136,11 @@ CASES: list[tuple[list[str], str, Outcome | str | None]] = [
     (["--num-experts", "0"], "--spec", Outcome.ADDED),
     (["--context-parallel-algo", "mamba_cp_algo"], "--context-parallel-algo", Outcome.REFUSED),
     (["--stage", "sft"], "algorithm", "algorithm: ring"),
-    (["--tokenizer-name-or-path", "x", "--cp-window-size", "4"], "--cp-window-size", "algorithm: double_ring, cp_window_size: 4"),
+    (
+        ["--tokenizer-name-or-path", "x", "--cp-window-size", "4"],
+        "--cp-window-size",
+        "algorithm: double_ring, cp_window_size: 4",
+    ),
     (["--use-fused-rmsnorm"], "algorithm", "algorithm: ring"),
     (["--mtp-num-layers", "0"], "--mtp-num-layers", None),
     (["--mtp-num-layers", "1"], "--mtp-num-layers", Outcome.BY_HAND),

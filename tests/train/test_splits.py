@@ -24,6 +24,7 @@ MODELS: dict[str, dict[str, Any]] = {
         model__num_moe_experts=4, model__moe_ffn_hidden_size=32, model__moe_aux_loss_coeff=0.05,
         model__moe_z_loss_coeff=1e-3, model__moe_shared_expert_intermediate_size=16, model__moe_layer_freq=[0, 1],
     ),
+    "experts everywhere": dict(model__num_moe_experts=4, model__moe_ffn_hidden_size=32),
     "biased": dict(
         model__position_embedding_type="alibi", model__num_attention_heads=6, model__num_query_groups=2,
         model__attention_dropout=0.2, model__window_size=[40, 0], model__window_attn_skip_freq=2,
@@ -56,7 +57,7 @@ MORE_SPLITS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "cp2, shared optimizer, full recompute": ("plain", 2, {CP: 2, **SHARED, RECOMPUTE: "full"}),
     "hierarchical pp2 cp2": ("plain", 4, {PP: 2, CP: 2, ALGORITHM: "hierarchical"}),
     "experts ep4 dp2 cp2, shared optimizer": ("experts", 4, {CP: 2, **SHARED, EP: 4}),
-    "experts pp2 cp2 ep2": ("experts", 4, {PP: 2, CP: 2, EP: 2}),
+    "experts in every stage, pp2 cp2 ep2": ("experts everywhere", 4, {PP: 2, CP: 2, EP: 2}),
     "biased dp2 cp2, full recompute": ("biased", 4, {CP: 2, **SHARED, RECOMPUTE: "full"}),
     "pp4 cp2": ("four layers", 8, {PP: 4, CP: 2}),
     "pp2 vpp2 cp2 tp2": ("four layers", 8, {PP: 2, VPP: 2, CP: 2, TP: 2, SP: True}),
