@@ -132,9 +132,12 @@ def test_simulate_models_the_converted_launch(capsys: pytest.CaptureFixture[str]
     assert run(["convert", "--output", str(path), "--", *LLAMA]) == 0
     capsys.readouterr()
     options = ["--cluster", "a2", "--lengths", "20000,9000", "--algorithms", "ring", "--json"]
+    assert run(["simulate", str(path), *options]) == 2  # 8 x 2 devices on a node that has 8
+    assert "give --ranks-per-node 4" in capsys.readouterr().err
+    options += ["--ranks", "8", "--nodes", "2"]
     assert run(["simulate", str(path), *options]) == 0
     converted = json.loads(capsys.readouterr().out)
-    assert run(["simulate", "--ranks", "8", "--heads", "16", "--kv-heads", "4", "--head-dim", "128", *options]) == 0
+    assert run(["simulate", "--heads", "16", "--kv-heads", "4", "--head-dim", "128", *options]) == 0
     by_hand = json.loads(capsys.readouterr().out)
     for key in ("heads", "kv_heads", "head_dim"):
         assert converted[key] == by_hand[key]
