@@ -123,8 +123,13 @@ def loss(logits: Tensor, labels: Tensor, count: Tensor | int, group: dist.Proces
     """
     if labels is None:
         raise ConfigError(_NO_LABELS)
-    if not isinstance(count, Tensor) and not (isinstance(count, Real) and math.isfinite(count) and count >= 0):
-        raise ConfigError(f"count is {count!r}; valid: 0 or more, the result of count_labels")
+    if isinstance(count, Tensor) and count.device.type != "cpu":  # to look would mean to wait
+        is_count = count.numel() == 1
+    else:
+        value = count.tolist() if isinstance(count, Tensor) else count
+        is_count = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
+    if not is_count:
+        raise ConfigError(f"count is {count!r}; valid: a number, 0 or more: the result of count_labels")
     if labels.device.type == "cpu":  # on a device to look would mean to wait; shard_batch has looked
         check_vocabulary("labels", labels, logits.shape[-1])
     if logits.shape[:-1] != labels.shape:

@@ -233,8 +233,9 @@ def test_shares_of_the_loss_add_up_to_the_mean() -> None:
 
 @pytest.mark.parametrize("count", [-5, float("nan"), float("inf"), "x"])
 def test_counts_that_are_none_are_refused(count: Any) -> None:
-    with pytest.raises(ConfigError, match=f"count is {count!r}; valid: 0 or more"):
-        cp.loss(torch.zeros(1, 2, 7), torch.zeros(1, 2, dtype=torch.int64), count)
+    for given in (count, *([] if isinstance(count, str) else [torch.tensor(count), torch.tensor([1, count])]), True):
+        with pytest.raises(ConfigError, match=re.escape(f"count is {given!r}; valid: a number, 0 or more")):
+            cp.loss(torch.zeros(1, 2, 7), torch.zeros(1, 2, dtype=torch.int64), given)
     if count != -5:
         with pytest.raises(ConfigError, match=f"divisor is {count!r}; valid: a finite number"):
             cp.loss_share(torch.zeros(()), count)
