@@ -47,6 +47,11 @@ _PROCESS_FLAGS = ("--nproc_per_node", "--nproc-per-node")
 
 _SCRIPT_LINES = "three to five lines of it: arguments, model provider and forward step (docs/megatron.md)"
 _SCRIPT_REASON = "it takes --cp-plan and the plans from mindspeed_cp.megatron.pretrain"
+_LLM_LINES = (
+    "start Megatron's pretrain_gpt.py with `import mindspeed.megatron_adaptor`, or a script of yours, and these flags "
+    "without MindSpeed-LLM's own; a get_batch of yours may read its data sets: planned_batch_from (docs/mindspeed.md)"
+)
+_LLM_REASON = "MindSpeed-LLM's adaptor brings model and rotary positions of its own, beside which plans are refused"
 
 
 def convert_flags(words: Sequence[str], overrides: Iterable[str] = (), output: str = "suite.yaml") -> Conversion:
@@ -273,6 +278,8 @@ class _Work:
         refused = REFUSED_SCRIPTS.get(PurePosixPath(script).name)
         if refused is not None:
             self.changes.append(Change(script, Outcome.REFUSED, refused["instead"], refused["refused"]))
+        elif self.given.has(*LLM_FLAGS):
+            self.changes.append(Change(script, Outcome.BY_HAND, _LLM_LINES, _LLM_REASON))
         else:
             self.changes.append(Change(script, Outcome.NEXT, _SCRIPT_LINES, _SCRIPT_REASON))
 

@@ -142,6 +142,14 @@ def check_mindspeed() -> None:
             continue
         for name in row.names:
             contrary = [module for module in replaced_by(name) if module not in row.kept]
+            owner = contrary[0].split(".")[0] if contrary else ""
+            if owner in ("mindspeed_llm", "mindspeed_mm"):
+                raise ConfigError(
+                    f"{name} is replaced by {contrary[0]}, whatever the flags, since {owner} brings model and rotary "
+                    "positions of its own; valid with planned attention: `import mindspeed.megatron_adaptor` in place "
+                    f"of {owner}'s adaptor, in Megatron's pretrain_gpt.py or a script of yours, whose get_batch may "
+                    f"read {owner}'s data sets (planned_batch_from)"
+                )
             if contrary:
                 raise ConfigError(
                     f"{name} is replaced by {contrary[0]}; valid with planned attention: Megatron's own "

@@ -83,6 +83,7 @@ def row(told: dict[str, Any], flag: str) -> dict[str, Any]:
         ("--yaml-cfg a.yaml", "by hand", "--yaml-cfg"),
         ("--is-instruction-dataset", "by hand", "--is-instruction-dataset"),
         ("--spec my.specs layer", "by hand", "--spec"),
+        ("--tokenizer-not-use-fast", "by hand", "pretrain_gpt.py"),  # of MindSpeed-LLM
         ("--mystery 1", "unknown", "--mystery"),
     ],
 )

@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import wraps
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from tests.megatron.test_arguments import arguments
 from tests.megatron.test_gpt import MORE, RAGGED
 
 with megatron_imports():
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.transformer.attention import Attention
     from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -155,6 +157,31 @@ def test_install_refuses_what_mindspeed_replaced(flag: str, alone: None) -> None
     spec = layer_spec(transformer_config())
     with beside_mindspeed("--context-parallel-size", "2", flag), pytest.raises(ConfigError, match=REPLACING[flag]):
         install(spec, Suite())
+
+
+LLM = "mindspeed_llm.core.context_parallel.adaptor"
+ROTARY = "mindspeed_llm.core.models.common.embeddings.rotary_pos_embedding"
+
+
+def wrapped_in(module: str, function: Any) -> Any:
+    """A wrapper of a function whose code is one of a module."""
+    names: dict[str, Any] = {"__name__": module, "wraps": wraps, "function": function}
+    exec("@wraps(function)\ndef wrapper(*args, **kwargs):\n    return function(*args, **kwargs)\n", names)
+    return names["wrapper"]
+
+
+def test_what_only_mindspeed_llm_replaces_is_refused_with_its_name(
+    alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its wrapper of attention does nothing with its default algorithm; it replaces rotary positions in every launch."""
+    spec = layer_spec(transformer_config())
+    with beside_mindspeed("--context-parallel-size", "2"):
+        monkeypatch.setattr(Attention, "__init__", wrapped_in(LLM, Attention.__init__))
+        install(spec, Suite())
+        monkeypatch.setattr(RotaryEmbedding, "forward", wrapped_in(ROTARY, RotaryEmbedding.forward))
+        with pytest.raises(ConfigError, match=rf"{ROTARY}, whatever the flags.*in place of mindspeed_llm's adaptor"):
+            install(spec, Suite())
+        monkeypatch.undo()
 
 
 def test_a_model_built_before_mindspeed_is_refused_after_it(alone: None) -> None:

@@ -12,7 +12,8 @@ import pytest
 from mindspeed_cp.megatron import pretrain
 from tests.limits import HANG
 
-PAGE = (Path(__file__).parents[2] / "docs" / "megatron.md").read_text("utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "megatron.md").read_text("utf-8")
 DIFFS = dict(re.findall(r"core_v(0\.\d+)[^\n]*:\n\n```diff\n(.*?)```", PAGE, re.DOTALL))
 
 
@@ -23,6 +24,11 @@ def changed_lines(diff: str) -> list[str]:
 
 def test_there_is_a_diff_for_each_version() -> None:
     assert list(DIFFS) == ["0.12", "0.16", "0.19"]
+
+
+@pytest.mark.parametrize("page", ["mindspeed.md", "mindspeed.zh.md"])
+def test_the_pages_of_mindspeed_show_the_diff_of_its_megatron(page: str) -> None:
+    assert f"```diff\n{DIFFS['0.12']}```" in (DOCS / page).read_text("utf-8")
 
 
 @pytest.mark.parametrize("version", DIFFS)
