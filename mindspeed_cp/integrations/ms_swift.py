@@ -20,33 +20,20 @@ from typing import Any
 from torch import Tensor
 
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.integrations.huggingface.batch import documents_of_batch
-from mindspeed_cp.integrations.huggingface.families import has_dropout
+from mindspeed_cp.integrations.huggingface.families import family_of
 from mindspeed_cp.integrations.huggingface.heads import check_head
 from mindspeed_cp.integrations.huggingface.loss import IGNORED
-from mindspeed_cp.integrations.huggingface.plans import RankPlans, build_plans
+from mindspeed_cp.integrations.huggingface.plans import RankPlans
 from mindspeed_cp.integrations.huggingface.registration import register
-from mindspeed_cp.integrations.huggingface.rows import batch_seed, gather_rows, slice_rows
-from mindspeed_cp.plan import Topology
+from mindspeed_cp.integrations.huggingface.rows import gather_rows, packed_row_plans, slice_rows
 
 
-def use_plans(
-    instance: Any = None,
-    algorithm: str = "hierarchical",
-    *,
-    seed: int = 0,
-    backend: Any = None,
-    timeout: float | None = None,
-    **options: Any,
-) -> None:
+def use_plans(instance: Any = None, algorithm: str = "hierarchical", **arguments: Any) -> None:
     """Give ms-swift's sequence-parallel object its methods by plans.
 
     Args:
         instance: the object; default: ``swift.sequence_parallel.sequence_parallel``.
-        algorithm: as for :func:`mindspeed_cp.build_plan`.
-        seed: of attention dropout, if the model has it; every row drops other weights.
-        backend, timeout: as for :func:`mindspeed_cp.context_parallel_attention`.
-        options: options of the algorithm.
+        algorithm, arguments: as for :func:`packed_row_plans`: seed, backend, timeout, and options of the algorithm.
 
     Raises:
         ConfigError: ms-swift cannot be imported, or the object is in use already.
@@ -59,9 +46,8 @@ def use_plans(
         instance = sequence_parallel
     if instance.world_size is not None:
         raise ConfigError("sequence parallelism was prepared before use_plans; valid: use_plans before the training")
-    of_rank = {"backend": backend} if timeout is None else {"backend": backend, "timeout": timeout}
     instance.__class__ = planned_class(type(instance))
-    instance.plan_settings = (algorithm, seed, of_rank, options)
+    instance.plan_arguments = {"algorithm": algorithm, **arguments}
 
 
 def planned_class(base: type) -> type:
@@ -83,8 +69,8 @@ class PlannedRows(_SequenceParallel):
         if not padding_free:
             raise ConfigError("padding_free is False; valid with plans: True, packed rows")
         self.model_config = model.config
+        family_of(model.config)
         check_head(model)
-        self.has_dropout = has_dropout(model.config)
         self.rows_read = 0
         super().prepare(sp_size, model, tokenizer, padding_free)
 
@@ -128,7 +114,7 @@ class PlannedRows(_SequenceParallel):
             loss_scale[:, rows:] = 0.0
         return ids, embeds, labels, positions, mask, loss_scale, extra
 
-    def row_plans(self, position_ids: Tensor | None = None, number: int | None = None) -> RankPlans:
+    def row_plans(self, position_ids: Tensor | None = None, number: int = 0) -> RankPlans:
         """Return the plans of a packed row.
 
         Args:
@@ -136,15 +122,9 @@ class PlannedRows(_SequenceParallel):
             number: number of the row, for its dropout.
         """
         positions = self.real_position_ids if position_ids is None else position_ids
-        if positions is None or positions.dim() != 2 or positions.shape[0] != 1:
-            shape = None if positions is None else list(positions.shape)
-            raise ConfigError(f"position_ids have shape {shape}; valid: [1, tokens], one packed row")
-        algorithm, seed, of_rank, options = self.plan_settings
-        documents = documents_of_batch({"input_ids": positions, "position_ids": positions})
-        mesh = self.device_mesh["ring"]
-        plans = build_plans(self.model_config, documents, Topology.from_mesh(mesh), algorithm, **options)
-        dropout_seed = batch_seed(seed, mesh, number or 0) if self.has_dropout else None
-        return RankPlans(plans, mesh.get_local_rank(), group=mesh.get_group(), dropout_seed=dropout_seed, **of_rank)
+        if positions is None:
+            raise ConfigError("position_ids are None; valid: [1, tokens], one packed row")
+        return packed_row_plans(self.model_config, self.device_mesh["ring"], positions, number, **self.plan_arguments)
 
     def _init_device_mesh(self) -> None:
         # ms-swift divides a group by its greatest common divisor with the heads; by 1 all ranks are in "ring".

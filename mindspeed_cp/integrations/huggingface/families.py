@@ -241,9 +241,8 @@ def family_of(config: Any) -> Family:
 
 
 def has_dropout(config: Any) -> bool:
-    """Return True if a layer of a model has attention dropout. Raises ConfigError as :func:`attention_config`."""
-    family_of(config)  # a configuration of several models has no layers of its own
-    return any(attention_config(config, layer).dropout for layer in range(config.num_hidden_layers))
+    """Return True if the layers of a model have attention dropout. Raises ConfigError as :func:`family_of`."""
+    return bool(_setting(config, family_of(config).dropout))
 
 
 def window_of_side(side: int, mask: str) -> tuple[int, int]:

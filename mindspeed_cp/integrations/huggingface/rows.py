@@ -10,10 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_cp.comm import group_size, resolve_group
+from mindspeed_cp.comm import DEFAULT_TIMEOUT, group_size, resolve_group
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.integrations.huggingface.plans import RankPlans
+from mindspeed_cp.integrations.huggingface.batch import documents_of_batch
+from mindspeed_cp.integrations.huggingface.families import has_dropout
+from mindspeed_cp.integrations.huggingface.plans import RankPlans, build_plans
 from mindspeed_cp.layout.host_arrays import as_integers
+from mindspeed_cp.plan import Topology
 
 
 def slice_rows(x: Tensor, plans: RankPlans, dim: int, padding: float = 0) -> Tensor:
@@ -65,22 +68,20 @@ def gather_rows(x: Tensor, plans: RankPlans, dim: int = 1, gradient_factor: floa
             f"the tensor has shape {list(x.shape)}; valid: {plans.padded_rows} rows in dimension {dim}, those of rank "
             f"{plans.rank}"
         )
-    x = x.movedim(dim, 0)
-    if tokens is None:
-        whole: Tensor = _Gather.apply(x, plans, gradient_factor)
-        return whole.movedim(0, dim)
-    chosen = as_integers("tokens", tokens.cpu() if isinstance(tokens, Tensor) else tokens, 1)
-    count = plans.plans.documents.tokens
-    wrong = chosen[(chosen < 0) | (chosen >= count)]
-    if len(wrong):
-        raise ConfigError(f"tokens has {wrong[0]}; valid: 0 to {count - 1}, the tokens of {plans.plans.documents!r}")
-    row_of_token = np.full(count, -1)
-    row_of_token[plans.plans.layout.tokens(plans.rank)] = np.arange(plans.rows)
-    numbers = np.flatnonzero(row_of_token[chosen] >= 0)
-    own = x[torch.from_numpy(row_of_token[chosen[numbers]]).to(x.device)]
-    return gather_numbered(own, torch.from_numpy(numbers).to(x.device), len(chosen), plans, gradient_factor).movedim(
-        0, dim
-    )
+    layout = plans.plans.layout
+    numbers, rows, count = layout.tokens(plans.rank), np.arange(plans.rows), layout.documents.tokens
+    if tokens is not None:
+        chosen = as_integers("tokens", tokens.cpu() if isinstance(tokens, Tensor) else tokens, 1)
+        wrong = chosen[(chosen < 0) | (chosen >= count)]
+        if len(wrong):
+            raise ConfigError(f"tokens has {wrong[0]}; valid: 0 to {count - 1}, the tokens of {layout.documents!r}")
+        row_of_token = np.full(count, -1)
+        row_of_token[numbers] = rows
+        numbers, count = np.flatnonzero(row_of_token[chosen] >= 0), len(chosen)
+        rows = row_of_token[chosen[numbers]]
+    own = x.movedim(dim, 0)[torch.from_numpy(rows).to(x.device)]
+    places = torch.from_numpy(numbers).to(x.device)
+    return gather_numbered(own, places, count, plans, gradient_factor).movedim(0, dim)
 
 
 def gather_numbered(x: Tensor, numbers: Tensor, count: int, plans: RankPlans, gradient_factor: float) -> Tensor:
@@ -98,47 +99,62 @@ def gather_numbered(x: Tensor, numbers: Tensor, count: int, plans: RankPlans, gr
     return _GatherNumbered.apply(x, numbers, count, plans, gradient_factor)
 
 
-class _Gather(torch.autograd.Function):
-    """All-gather of unequal numbers of rows; ranks with fewer than the largest number send padding."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, plans: RankPlans, factor: float) -> Tensor:
-        ctx.plans, ctx.factor = plans, factor
-        layout = plans.plans.layout
-        largest = max(1, int(layout.token_counts.max()))
-        sent = _pad(x[: plans.rows], 0, largest - plans.rows, 0).contiguous()
-        gathered = sent
-        if group_size(plans.group) > 1:
-            gathered = sent.new_empty(layout.ranks * largest, *sent.shape[1:])
-            dist.all_gather_into_tensor(gathered, sent, group=resolve_group(plans.group))
-        source = np.empty(layout.documents.tokens, np.int64)
-        for rank in range(layout.ranks):
-            tokens = layout.tokens(rank)
-            source[tokens] = rank * largest + np.arange(len(tokens))
-        return gathered[torch.from_numpy(source).to(x.device)]
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        plans, (gradient,) = ctx.plans, gradients
-        own = gradient[torch.from_numpy(plans.plans.layout.tokens(plans.rank)).to(gradient.device)] * ctx.factor
-        return _pad(own, 0, plans.padded_rows - plans.rows, 0), None, None
-
-
 class _GatherNumbered(torch.autograd.Function):
-    """The sum over ranks of values at their places."""
+    """The sum over ranks of values at their places, of which each is on one rank."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, numbers: Tensor, count: int, plans: RankPlans, factor: float) -> Tensor:
         ctx.numbers, ctx.factor = numbers, factor
-        whole = x.new_zeros(count, *x.shape[1:])
-        whole[numbers] = x
+        summed = torch.uint8 if x.dtype is torch.bool else x.dtype
+        whole = x.new_zeros(count, *x.shape[1:], dtype=summed)
+        whole[numbers] = x.to(summed)
         if group_size(plans.group) > 1:
             dist.all_reduce(whole, group=resolve_group(plans.group))
-        return whole
+        return whole.to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         return gradients[0][ctx.numbers] * ctx.factor, None, None, None, None
+
+
+def packed_row_plans(
+    config: Any,
+    mesh: Any,
+    position_ids: Tensor,
+    number: int,
+    algorithm: str = "hierarchical",
+    *,
+    seed: int = 0,
+    backend: Any = None,
+    timeout: float = DEFAULT_TIMEOUT,
+    **options: Any,
+) -> RankPlans:
+    """Build the plans of a packed row whose position_ids say where documents begin, for this rank.
+
+    Args:
+        config: the model's configuration.
+        mesh: device mesh of the context-parallel ranks.
+        position_ids: [1, tokens], from 0 in each document.
+        number: of the row; rows drop other attention weights, if the model has attention dropout.
+        algorithm, options: as for :func:`mindspeed_cp.build_plan`.
+        seed: of attention dropout.
+        backend, timeout: as for :func:`mindspeed_cp.context_parallel_attention`.
+
+    Raises:
+        ConfigError: the positions are no packed row, or the model, the algorithm or an option is not supported.
+    """
+    if position_ids.dim() != 2 or position_ids.shape[0] != 1:
+        raise ConfigError(
+            f"position_ids have shape {list(position_ids.shape)}; valid: [1, tokens], one packed row (positions of "
+            "vision-language models are not supported)"
+        )
+    documents = documents_of_batch({"input_ids": position_ids, "position_ids": position_ids})
+    plans = build_plans(config, documents, Topology.from_mesh(mesh), algorithm, **options)
+    dropout_seed = batch_seed(seed, mesh, number) if has_dropout(config) else None
+    return RankPlans(
+        plans, mesh.get_local_rank(),
+        group=mesh.get_group(), backend=backend, timeout=timeout, dropout_seed=dropout_seed,
+    )  # fmt: skip
 
 
 def batch_seed(seed: int, mesh: Any, number: int) -> int:

@@ -17,10 +17,11 @@ import transformers
 from mindspeed_cp import ConfigError, Documents, Topology
 from mindspeed_cp.integrations import huggingface as cp
 from mindspeed_cp.integrations.ms_swift import use_plans
-from mindspeed_cp.integrations.verl import PlannedUlysses
+from mindspeed_cp.integrations.verl import planned_engine
 from tests.integrations.huggingface.models import MODELS, VOCABULARY, Step, make_config, whole_batch
 from tests.integrations.peers.swift_double import SequenceParallel
 from tests.integrations.peers.test_verl import mesh_of
+from tests.integrations.peers.verl_double import Engine
 
 LENGTHS = (9, 5, 13)
 CLASSES = 3
@@ -189,7 +190,7 @@ def test_values_of_documents_are_no_part_of_a_batch() -> None:
 def test_trainers_that_slice_rows_refuse_heads_that_pool() -> None:
     model = transformers.LlamaForSequenceClassification._from_config(make_config("llama"), attn_implementation="sdpa")
     with pytest.raises(ConfigError, match="the model is a LlamaForSequenceClassification"):
-        PlannedUlysses(model.config, mesh_of(2)).attach(model)
+        planned_engine(type("Pooled", (Engine,), {"_build_module": lambda self: model}))(None, {"sp": mesh_of(2)})
     instance = SequenceParallel()
     use_plans(instance)
     with pytest.raises(ConfigError, match="the model is a LlamaForSequenceClassification"):

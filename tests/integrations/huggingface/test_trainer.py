@@ -164,12 +164,9 @@ def test_empty_documents_have_no_rows_and_missing_labels_are_named() -> None:
 def test_configurations_of_several_models_are_refused_by_name(kind: str) -> None:
     import transformers
 
-    from mindspeed_cp.integrations.verl import PlannedUlysses
-
     config = getattr(transformers, kind)()
-    for make in (cp.PlannedCollator, PlannedUlysses):
-        with pytest.raises(ConfigError, match=f"model_type is '{config.model_type}': .*; valid: "):
-            make(config, SimpleNamespace(mesh=[0]))
+    with pytest.raises(ConfigError, match=f"model_type is '{config.model_type}': .*; valid: "):
+        cp.PlannedCollator(config, SimpleNamespace(mesh=[0]))
 
 
 def test_the_collator_takes_one_row() -> None:

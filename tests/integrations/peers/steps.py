@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from mindspeed_cp.integrations.huggingface.rows import gather_rows, packed_row_plans, slice_rows
 from mindspeed_cp.integrations.ms_swift import use_plans
-from mindspeed_cp.integrations.verl import PlannedUlysses, planned_engine
+from mindspeed_cp.integrations.verl import planned_engine
 from tests.integrations.huggingface.models import Step, make_config, make_model, whole_batch
 from tests.integrations.peers.swift_double import GatherLoss, SequenceParallel
 from tests.integrations.peers.verl_double import Engine
@@ -77,18 +78,15 @@ def swift_step(rank: int, group: Any, name: str, lengths: tuple[int, ...], algor
 
 def round_trip(rank: int, group: Any, lengths: tuple[int, ...], algorithm: str) -> list[torch.Tensor]:
     """Whole tensors that are sliced and gathered again, and the gradient of a row's sum through the gather."""
-    ulysses = PlannedUlysses(make_config("llama"), mesh_of(group, "sp"), algorithm)
-    tokens, size = sum(lengths), group.size()
-    ids = torch.arange(tokens)[None]
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    rows, own, padding = ulysses.ulysses_pad_and_slice_inputs(ids, positions, size)
-    assert padding == 0 and own is not None and rows.shape == own.shape
+    plans = packed_row_plans(make_config("llama"), mesh_of(group, "sp"), positions, 0, algorithm)
+    tokens, size = sum(lengths), group.size()
     wide = torch.arange(3 * tokens * 2.0).reshape(3, tokens, 2)
-    part = ulysses.slice_input_tensor(wide, 1).requires_grad_()
-    whole = ulysses.gather_outputs_and_unpad(part, 1, 1, 2)
-    (whole * torch.arange(tokens - 2.0)[:, None]).sum().backward()
+    part = slice_rows(wide, plans, 1).requires_grad_()
+    whole = gather_rows(part, plans, 1, size)
+    (whole * torch.arange(float(tokens))[:, None]).sum().backward()
     assert part.grad is not None
-    gradients = ulysses.gather_outputs_and_unpad(part.grad, 1, grad_scaler=False)
-    scaled = torch.cat([torch.arange(tokens - 2.0), torch.zeros(2)]) * size
-    assert torch.equal(gradients, scaled[None, :, None].expand(3, -1, 2))
-    return [ulysses.gather_outputs_and_unpad(rows, 1), ulysses.gather_outputs_and_unpad(own, 1), whole.detach()]
+    gradients = gather_rows(part.grad, plans, 1)
+    assert torch.equal(gradients, (torch.arange(float(tokens)) * size)[None, :, None].expand(3, -1, 2))
+    learned = positions % 2 == 0
+    return [gather_rows(slice_rows(x, plans, 1), plans) for x in (positions, learned)] + [whole.detach()]

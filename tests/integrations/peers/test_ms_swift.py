@@ -65,8 +65,9 @@ def test_padded_rows_and_late_calls_are_refused() -> None:
     sp.world_size = 2
     with pytest.raises(ConfigError, match="sequence parallelism was prepared before use_plans"):
         use_plans(sp)
-    with pytest.raises(ConfigError, match=r"position_ids have shape None; valid: \[1, tokens\], one packed row"):
+    with pytest.raises(ConfigError, match=r"position_ids are None; valid: \[1, tokens\], one packed row"):
         sp.row_plans()
+    sp.model_config, sp.device_mesh = model.config, {"ring": None}
     with pytest.raises(ConfigError, match=r"position_ids have shape \[2, 5\]; valid: \[1, tokens\]"):
         sp.row_plans(torch.arange(5).expand(2, 5))
 

@@ -1,4 +1,4 @@
-"""verl's functions and engine by plans: the double of its engine, and the example with verl where it is installed."""
+"""verl's engine by plans: the double of it, and the example with verl where it is installed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 import torch
 
 from mindspeed_cp import ConfigError
-from mindspeed_cp.integrations.verl import PlannedUlysses, planned_engine, register_engines
+from mindspeed_cp.integrations.huggingface.rows import gather_rows, packed_row_plans, slice_rows
+from mindspeed_cp.integrations.verl import planned_engine, register_engines
 from tests.integrations.huggingface.models import make_config, reference_step
 from tests.integrations.peers.steps import round_trip, verl_step
 from tests.integrations.peers.verl_double import Engine
@@ -45,11 +46,10 @@ def test_a_planned_engine_equals_the_documents_one_by_one(pool, name, ranks, alg
 
 @pytest.mark.parametrize("lengths", [LENGTHS, pytest.param((3,), marks=pytest.mark.thorough)])
 def test_slices_are_gathered_in_order(pool, lengths: tuple[int, ...]) -> None:
-    tokens = sum(lengths)
-    positions = np.concatenate([np.arange(n) for n in lengths])
-    for ids, own, whole in pool.run(3, round_trip, lengths, "ring"):
-        assert ids.tolist() == [list(range(tokens))] and own.tolist() == [positions.tolist()]
-        assert torch.equal(whole, torch.arange(3 * tokens * 2.0).reshape(3, tokens, 2)[:, :-2])
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    for own, learned, whole in pool.run(3, round_trip, lengths, "ring"):
+        assert torch.equal(own, positions) and torch.equal(learned, positions % 2 == 0)
+        assert torch.equal(whole, torch.arange(3 * sum(lengths) * 2.0).reshape(3, -1, 2))
 
 
 def mesh_of(ranks: int) -> SimpleNamespace:
@@ -75,42 +75,32 @@ def test_one_rank_is_the_engine_as_it_was() -> None:
 
 
 def test_rows_that_do_not_fit_are_refused() -> None:
-    ulysses = PlannedUlysses(make_config("llama"), mesh_of(3))
-    ids, positions = torch.zeros(1, 9, dtype=torch.int64), torch.arange(9)[None]
-    with pytest.raises(ConfigError, match="no packed row was sliced; valid: ulysses_pad_and_slice_inputs"):
-        ulysses.slice_input_tensor(ids, 1)
-    with pytest.raises(ConfigError, match="sp_size is 2; valid: 3"):
-        ulysses.ulysses_pad(ids, positions, 2)
-    with pytest.raises(ConfigError, match=r"the packed row has shape \[9\]; valid: \[1, tokens\]"):
-        ulysses.ulysses_pad(ids[0], positions[0], 3)
-    with pytest.raises(ConfigError, match=r"position_ids have shape \[4, 1, 9\]; valid: \[1, 9\]"):
-        ulysses.ulysses_pad(ids, positions.expand(4, 1, 9), 3)
-    assert ulysses.ulysses_pad(ids, positions, 3)[2] == 0
+    positions = torch.arange(9)[None]
+    for wrong in (positions[0], positions.expand(4, 1, 9)):
+        with pytest.raises(ConfigError, match=r"position_ids have shape .*; valid: \[1, tokens\], one packed row"):
+            packed_row_plans(make_config("llama"), mesh_of(3), wrong, 0)
+    plans = packed_row_plans(make_config("llama"), mesh_of(3), positions, 0, "ring")
     with pytest.raises(ConfigError, match=r"shape \[1, 8\]; valid: the plans' 9 tokens in dimension 1"):
-        ulysses.ulysses_pad_and_slice_inputs(ids[:, :8], None, 3)
-    with pytest.raises(ConfigError, match="group is another one than the mesh's"):
-        ulysses.slice_input_tensor(ids, 1, group=object())
-    rows = ulysses.slice_input_tensor(ids, 1)
+        slice_rows(positions[:, :8], plans, 1)
     with pytest.raises(ConfigError, match=r"rows in dimension 1, those of rank 0"):
-        ulysses.gather_outputs_and_unpad(rows[:, 1:], 1)
+        gather_rows(slice_rows(positions, plans, 1)[:, 1:], plans)
 
 
 def test_every_row_drops_other_weights() -> None:
-    ids, positions = torch.zeros(1, 9, dtype=torch.int64), torch.arange(9)[None]
-    seeds = []
+    seeds = set()
     for first in (0, 3):
         mesh = mesh_of(3)
         mesh.mesh = np.arange(first, first + 3)
-        ulysses = PlannedUlysses(make_config("llama", attention_dropout=0.1), mesh, seed=5)
+        engine = planned_engine(Engine, seed=5)(make_config("llama", attention_dropout=0.1), {"sp": mesh})
         for _ in range(2):
-            ulysses.ulysses_pad(ids, positions, 3)
-            seeds.append(ulysses.row.dropout_seed)
-    assert len(set(seeds)) == 4
+            engine.prepare_model_inputs({"input_ids": [torch.zeros(9, dtype=torch.int64)], "temperature": 1.0})
+            seeds.add(engine.row.dropout_seed)
+    assert len(seeds) == 4
 
 
 def test_models_that_plans_do_not_compute_are_refused_when_the_engine_is_built() -> None:
     with pytest.raises(ConfigError, match=r"attn_logit_softcapping is 50\.0"):
-        PlannedUlysses(make_config("gemma2", attn_logit_softcapping=50.0), mesh_of(2))
+        planned_engine(Engine)(make_config("gemma3", attn_logit_softcapping=50.0), {"sp": mesh_of(2)})
 
 
 def test_verl_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
