@@ -44,7 +44,7 @@ class Rolls(Protocol):
     ranks: int
 
     def roll(self, tensor: Tensor, shift: int, given: Any) -> Tensor:
-        """Roll [..., b, s] of this rank by `shift` tokens inside documents."""
+        """Roll [..., 1, s] of this rank by `shift` tokens inside documents."""
 
     def total(self, values: Tensor) -> Tensor:
         """Sum values over all context-parallel ranks."""
