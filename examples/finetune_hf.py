@@ -66,8 +66,6 @@ MODELS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 16, "v_head_dim": 16, "first_k_dense_replace": 1,
     },
     "gpt2": {"n_embd": 128, "n_layer": 4, "n_head": 8, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
-    "bloom": {"hidden_size": 128, "n_layer": 4, "n_head": 8},
-    "mpt": {"d_model": 128, "n_layers": 4, "n_heads": 8},
     "bert": {**_SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     "modernbert": {**_SIZES, "local_attention": 64},
 }  # fmt: skip
@@ -162,9 +160,8 @@ class Trainer:
         cp.register()
         ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "vocab_size": len(self.tokenizer)}
         config = AutoConfig.for_model(self.arguments.model, **MODELS[self.arguments.model], **ids)
-        for name in ("max_position_embeddings", "max_seq_len"):  # the latter is MPT's
-            if hasattr(config, name):
-                setattr(config, name, max(self.arguments.tokens, 128))
+        if hasattr(config, "max_position_embeddings"):
+            config.max_position_embeddings = max(self.arguments.tokens, 128)
         torch.manual_seed(self.arguments.seed)
         self.has_full_mask = cp.attention_config(config, 0).mask == "full"
         kind = AutoModelForMaskedLM if self.has_full_mask else AutoModelForCausalLM

@@ -269,9 +269,8 @@ def make_model(arguments: argparse.Namespace, longest: int) -> Any:
     cp.register()
     ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "vocab_size": VOCABULARY}
     config = AutoConfig.for_model(arguments.model, **MODELS[arguments.model], **ids)
-    for name in ("max_position_embeddings", "max_seq_len"):  # the latter is MPT's
-        if hasattr(config, name):
-            setattr(config, name, max(longest, 128))
+    if hasattr(config, "max_position_embeddings"):
+        config.max_position_embeddings = max(longest, 128)
     torch.manual_seed(arguments.seed)
     return AutoModelForCausalLM.from_config(config, attn_implementation=cp.IMPLEMENTATION)
 

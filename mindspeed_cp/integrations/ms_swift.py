@@ -20,11 +20,11 @@ from typing import Any
 from torch import Tensor
 
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.integrations.huggingface.attention import register
 from mindspeed_cp.integrations.huggingface.families import family_of
 from mindspeed_cp.integrations.huggingface.heads import check_head
 from mindspeed_cp.integrations.huggingface.loss import IGNORED
 from mindspeed_cp.integrations.huggingface.plans import RankPlans
-from mindspeed_cp.integrations.huggingface.registration import register
 from mindspeed_cp.integrations.huggingface.rows import gather_rows, packed_row_plans, slice_rows
 
 

@@ -20,10 +20,10 @@ from typing import Any
 from torch import Tensor
 
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.integrations.huggingface.attention import register
 from mindspeed_cp.integrations.huggingface.families import family_of
 from mindspeed_cp.integrations.huggingface.heads import check_head
 from mindspeed_cp.integrations.huggingface.plans import RankPlans
-from mindspeed_cp.integrations.huggingface.registration import register
 from mindspeed_cp.integrations.huggingface.rows import gather_rows, packed_row_plans, slice_rows
 
 _Engine: Any = object  # verl's, in planned_engine

@@ -19,11 +19,11 @@ plan does not have is an error that names the layer. Needs transformers 5, which
 ``cp.register(check_attention=100)`` also compares some rows of every 100th batch with an fp64 reference.
 """
 
+from mindspeed_cp.integrations.huggingface.attention import register
 from mindspeed_cp.integrations.huggingface.batch import documents_of_batch, planned_batch, shard_batch
 from mindspeed_cp.integrations.huggingface.families import FAMILIES, IMPLEMENTATION, attention_config
 from mindspeed_cp.integrations.huggingface.loss import count_labels, loss, loss_share
 from mindspeed_cp.integrations.huggingface.plans import ModelPlans, RankPlans, build_plans
-from mindspeed_cp.integrations.huggingface.registration import register
 from mindspeed_cp.integrations.huggingface.rows import gather_rows
 from mindspeed_cp.integrations.huggingface.trainer import PlannedCollator, RepeatedRows, planned_callback
 from mindspeed_cp.integrations.huggingface.trees import (

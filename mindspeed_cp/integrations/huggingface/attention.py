@@ -1,4 +1,5 @@
-"""The attention function of all layers: compares what the model asks for with the plan, and runs the plan.
+"""register: makes planned attention an attention implementation of transformers; and the function of all layers, which
+compares what the model asks for with the plan, and runs the plan.
 
 The layers of DeepSeek-V3 compress the keys and values of a token, rotate the shared channels, and expand both in a
 method of its own, `expand_kv`, before they call the attention implementation. Where the plan lets latents travel, that
@@ -23,14 +24,53 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.integrations.huggingface.families import (
     EXPANSION,
     FAMILIES,
+    IMPLEMENTATION,
     LATENT_MODELS,
     attention_config,
     has_separate_expansion,
     window_of_side,
 )
-from mindspeed_cp.integrations.huggingface.masks import ModelMask, check_mask
+from mindspeed_cp.integrations.huggingface.heads import check_calls
+from mindspeed_cp.integrations.huggingface.masks import ModelMask, check_mask, planned_mask
 from mindspeed_cp.integrations.huggingface.plans import RankPlans
 from mindspeed_cp.plan import AttentionConfig
+from mindspeed_cp.schema.numbers import check_count
+
+
+def register(check_attention: int | None = None) -> str:
+    """Register planned attention with transformers, as ``attn_implementation="mindspeed_cp"``; may be called again.
+
+    DeepSeek-V3's layers are wrapped, so that they pass on latents where the plan lets these travel. Calls of models
+    with a plan are checked for heads that read other rows than their own.
+
+    Args:
+        check_attention: compare some rows of one layer's attention with an fp64 reference in every so many batches that
+            the model trains on (:mod:`mindspeed_cp.engine.attention_check`); 0: never; None: no change, at first never.
+            The comparison runs in the backward: CorruptionError, which names layer, rank and rows, comes out of it
+            before any weight changes.
+
+    Returns:
+        The name of the implementation.
+
+    Raises:
+        ConfigError: transformers is missing or older than 5, or check_attention is no number of batches.
+    """
+    if check_attention is not None:
+        check_count("check_attention", check_attention, least=0, what="a number of batches")
+    try:
+        import transformers
+        from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+    except ImportError as error:
+        raise ConfigError(f"transformers cannot be imported ({error}); valid: transformers 5 or later") from None
+    if int(transformers.__version__.split(".")[0]) < 5:
+        raise ConfigError(f"transformers is {transformers.__version__}; valid: 5 or later")
+    if check_attention is not None:
+        BATCH_CHECKS.every = check_attention
+    AttentionInterface.register(IMPLEMENTATION, planned_attention)
+    AttentionMaskInterface.register(IMPLEMENTATION, planned_mask)
+    keep_latents()
+    check_calls(PreTrainedModel)
+    return IMPLEMENTATION
 
 
 def keep_latents() -> None:

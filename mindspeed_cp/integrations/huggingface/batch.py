@@ -186,7 +186,7 @@ def cut_batch(batch: Mapping[str, Any], rank_plans: RankPlans, kept: np.ndarray)
             positions.expand(-1, *shape).permute(1, 2, 0).flatten(0, 1)[torch.from_numpy(tokens).to(positions.device)]
         )
         cut["position_ids"] = _padded(rows, rank_plans, 0).permute(2, 0, 1)
-    elif plans.has_positions:
+    else:
         cut["position_ids"] = _padded(
             torch.from_numpy(plans.layout.positions(rank_plans.rank)).to(device), rank_plans, 0
         )

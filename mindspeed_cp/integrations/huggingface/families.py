@@ -13,10 +13,8 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-import numpy as np
-
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.plan.problem import AttentionConfig, alibi_slopes
+from mindspeed_cp.plan import AttentionConfig
 
 #: Name of planned attention among transformers' attention implementations.
 IMPLEMENTATION = "mindspeed_cp"
@@ -35,12 +33,10 @@ class Family:
             None: all.
         scale: function of (configuration, layer, channels of q and k) that returns the factor of the scores.
         dropout: name of the setting with the dropout rate of attention weights.
-        slopes: function of the configuration that returns the slopes of ALiBi, or None.
         widths: function of the configuration that returns the channels of q and k, and of v; None: `head_dim`.
         latent: function of the configuration that returns the channels of the latent, and of the keys that all heads
             share; None: the model has none.
         refused: settings with their only valid value and why others do not work; a model without one is valid.
-        has_positions: True if the model takes position_ids.
         has_sinks: True if the layers have attention sinks, which they pass as `s_aux`.
     """
 
@@ -48,11 +44,9 @@ class Family:
     window: Callable[[Any, int], int | None] = lambda config, layer: None
     scale: Callable[[Any, int, int], float] = lambda config, layer, width: width**-0.5
     dropout: str = "attention_dropout"
-    slopes: Callable[[Any], tuple[float, ...] | None] = lambda config: None
     widths: Callable[[Any], tuple[int, int]] | None = None
     latent: Callable[[Any], tuple[int, int]] | None = None
     refused: tuple[tuple[str, Any, str], ...] = ()
-    has_positions: bool = True
     has_sinks: bool = False
 
 
@@ -78,23 +72,6 @@ def _latent_scale(config: Any, layer: int, width: int) -> float:
     if rope.get("rope_type", "default") == "default" or not all_dims or factor <= 1:
         return width**-0.5
     return width**-0.5 * (0.1 * all_dims * math.log(factor) + 1.0) ** 2
-
-
-def _mpt_scale(config: Any, layer: int, width: int) -> float:
-    given = config.attn_config.softmax_scale
-    return width**-0.5 if given is None else float(given)
-
-
-def _bloom_slopes(config: Any) -> tuple[float, ...]:
-    return tuple(alibi_slopes(config.num_attention_heads).tolist())
-
-
-def _mpt_slopes(config: Any) -> tuple[float, ...]:
-    """Return MPT's slopes: those of the next power of two, of which every second one comes first."""
-    heads = config.num_attention_heads
-    power = 1 << (heads - 1).bit_length()
-    slopes = 2.0 ** (-8.0 / power * np.arange(1, power + 1))  # 8: the default of build_mpt_alibi_tensor
-    return tuple((slopes if power == heads else np.concatenate([slopes[1::2], slopes[::2]])[:heads]).tolist())
 
 
 _DECODER = (("is_causal", True, _BOTH_WAYS),)
@@ -131,12 +108,6 @@ FAMILIES: dict[str, Family] = {
         dropout="attn_pdrop",
         refused=(("add_cross_attention", False, "attends to another model's states"),),
     ),
-    "bloom": Family(
-        slopes=_bloom_slopes,
-        has_positions=False,
-        refused=(("slow_but_exact", False, "adds up in the order of another program's ranks"),),
-    ),
-    "mpt": Family(scale=_mpt_scale, dropout="attn_config.attn_pdrop", slopes=_mpt_slopes, has_positions=False),
     "bert": Family(
         mask="full",
         dropout="attention_probs_dropout_prob",
@@ -175,7 +146,7 @@ def attention_config(
         config: the model's configuration (``model.config``).
         layer: index of the layer, from 0, as the model's `layer_idx`.
         tensor_parallel_size: ranks that share the heads.
-        tensor_parallel_rank: number among them; ALiBi and dropout depend on it.
+        tensor_parallel_rank: number among them; dropout depends on it.
         has_latents: layers of the model can pass on their latents.
 
     Raises:
@@ -191,12 +162,7 @@ def attention_config(
     heads, kv_heads = _heads(config, tensor_parallel_size)
     own_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     width, width_v = (own_width, own_width) if family.widths is None else family.widths(config)
-    side, rate, slopes = (
-        family.window(config, layer),
-        float(_setting(config, family.dropout) or 0.0),
-        family.slopes(config),
-    )
-    first = tensor_parallel_rank * heads
+    side, rate = family.window(config, layer), float(getattr(config, family.dropout) or 0.0)
     return AttentionConfig(
         heads=heads,
         kv_heads=kv_heads,
@@ -204,10 +170,9 @@ def attention_config(
         head_dim_v=width_v,
         mask=family.mask,
         window=None if side is None else window_of_side(side, family.mask),
-        alibi=False if slopes is None else slopes[first : first + heads],
         dropout=rate,
         scale=family.scale(config, layer, width),
-        first_head=first if rate else 0,
+        first_head=tensor_parallel_rank * heads if rate else 0,
         latent=family.latent(config) if has_latents and family.latent is not None else None,
     )
 
@@ -242,7 +207,7 @@ def family_of(config: Any) -> Family:
 
 def has_dropout(config: Any) -> bool:
     """Return True if the layers of a model have attention dropout. Raises ConfigError as :func:`family_of`."""
-    return bool(_setting(config, family_of(config).dropout))
+    return bool(getattr(config, family_of(config).dropout))
 
 
 def window_of_side(side: int, mask: str) -> tuple[int, int]:
@@ -265,14 +230,6 @@ def _heads(config: Any, tensor_parallel_size: int) -> tuple[int, int]:
                 f"{name} is {count}; valid: a multiple of tensor_parallel_size, which is {tensor_parallel_size}"
             )
     return heads // tensor_parallel_size, kv_heads // tensor_parallel_size
-
-
-def _setting(config: Any, path: str) -> Any:
-    """Return a setting by its name, with dots for settings in settings."""
-    value = config
-    for name in path.split("."):
-        value = getattr(value, name)
-    return value
 
 
 #: model_type -> name of the class of its attention layers.

@@ -41,17 +41,12 @@ class ModelMask:
 
     Attributes:
         function: of (batch, head, query, key), as transformers builds it.
-        plan: plans of the call, for models that do not pass them on to their layers.
         accepted: plans of this rank, and ids of the plans of layers, with which it was compared.
     """
 
-    def __init__(self, function: Callable[..., Tensor], plan: RankPlans | None = None) -> None:
-        self.function, self.plan = function, plan
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self.function = function
         self.accepted: set[tuple[RankPlans, int]] = set()
-
-    def to(self, *arguments: Any, **others: Any) -> ModelMask:
-        """Return this object: MPT converts its mask to bool."""
-        return self
 
     @property
     def ndim(self) -> int:
@@ -60,6 +55,21 @@ class ModelMask:
             "attention_mask is a mask that was built for planned attention, and the model would build another from it; "
             "valid: no attention_mask"
         )
+
+
+def planned_mask(*, mask_function: Any, attention_mask: Any = None, **others: Any) -> ModelMask:
+    """Return what a model passes to its layers as attention_mask: the function that says what is visible.
+
+    Raises:
+        ConfigError: the batch has an attention_mask, which says that it has padding.
+    """
+    if attention_mask is not None:
+        raise ConfigError(
+            "attention_mask was given to a model with planned attention; valid: none; shard_batch leaves padding out, "
+            "and the plan's documents say what is visible; for generation and other steps without plans "
+            'model.set_attn_implementation("sdpa") ("eager" for gpt_oss)'
+        )
+    return ModelMask(mask_function)
 
 
 def check_mask(label: str, mask: ModelMask, plan: RankPlans, layer_plan: Plan) -> None:

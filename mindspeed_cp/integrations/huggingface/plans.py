@@ -29,14 +29,12 @@ class ModelPlans:
     Attributes:
         attentions: attention of each layer.
         plans: one plan for each attention that differs.
-        has_positions: True if the model takes position_ids.
         has_sinks: True if the model's layers have attention sinks.
         vocabulary: number of tokens that the model knows; None: not known.
     """
 
     attentions: tuple[AttentionConfig, ...]
     plans: dict[AttentionConfig, Plan]
-    has_positions: bool = True
     has_sinks: bool = False
     vocabulary: int | None = None
 
@@ -117,7 +115,7 @@ def build_plans(
     plans = plan_cache().get_layers(documents, topology, distinct, algorithm, options)
     by_attention = dict(zip(distinct, plans, strict=True))
     vocabulary = getattr(config, "vocab_size", None)
-    return ModelPlans(attentions, by_attention, family.has_positions, family.has_sinks, vocabulary)
+    return ModelPlans(attentions, by_attention, family.has_sinks, vocabulary)
 
 
 @cache

@@ -32,8 +32,6 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "qk_nope_head_dim": 16, "v_head_dim": 12, "first_k_dense_replace": 1,
     }),
     "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "scale_attn_by_inverse_layer_idx": True}),
-    "bloom": ("BloomConfig", {"hidden_size": 30, "n_layer": 2, "n_head": 6, "hidden_dropout": 0.0, "attention_dropout": 0.0}),
-    "mpt": ("MptConfig", {"d_model": 30, "n_layers": 2, "n_heads": 6, "max_seq_len": 128}),
     "bert": ("BertConfig", {**_SMALL, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}),
     "modernbert": ("ModernBertConfig", {**_SMALL, "local_attention": 8, "global_attn_every_n_layers": 2}),
 }  # fmt: skip
@@ -99,7 +97,7 @@ def whole_batch(lengths: tuple[int, ...], seed: int = 3) -> dict[str, torch.Tens
 def reference_step(name: str, lengths: tuple[int, ...], **changes: Any) -> Step:
     """The documents one by one through the model as transformers computes it."""
     config = make_config(name, **changes)
-    eager = name in ("bloom", "mpt", "gemma2", "gpt_oss")
+    eager = name in ("gemma2", "gpt_oss")
     model = make_model(config, "eager" if eager else "sdpa")
     batch, shifts = whole_batch(lengths), name not in ("bert", "modernbert")
     total, count = torch.zeros(()), 0

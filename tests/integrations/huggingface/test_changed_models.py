@@ -66,8 +66,6 @@ def scaled(index: int) -> Callable[[Any, dict[str, Any]], None]:
 CHANGES: list[tuple[str, Callable[[Any, dict[str, Any]], None], str]] = [
     *[(name, scaled(index), f"layer {index} .*scaling") for name in ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3", "gpt_oss", "deepseek_v3", "gpt2") for index in (0, 1)],
     ("bert", scaled(0), "layer 0 .*scaling"),
-    ("bloom", on_layer(1, "inv_norm_factor", 0.2), "layer 1 .*scaling"),
-    ("mpt", on_layer(0, "softmax_scale", 0.2), "layer 0 .*scaling"),
     ("mistral", on_config("sliding_window", 5), r"layer 0 .*sliding_window is 5, but the plan has window \(8, 0\)"),
     ("mistral", on_config("sliding_window", None), "layer 0 .*sliding_window is None"),
     ("mixtral", on_config("sliding_window", 4), "layer 0 .*sliding_window is 4, but the plan has window None"),
@@ -91,17 +89,12 @@ CHANGES: list[tuple[str, Callable[[Any, dict[str, Any]], None], str]] = [
     ("gpt_oss", on_layer(0, "sliding_window", None), "layer 0 .*sliding_window is None"),
     ("llama", as_argument("position_bias", torch.zeros(1, 4, 13, 13)), "layer 0 .*position_bias"),
     ("llama", on_layer(1, "attention_dropout", 0.1), "layer 1 .*dropout is 0.1"),
-    ("bloom", lambda model, batch: setattr(model.transformer.h[1].self_attention.attention_dropout, "p", 0.2), "layer 1 .*dropout is 0.2"),
-    ("mpt", on_layer(0, "attn_dropout_p", 0.3), "layer 0 .*dropout is 0.3"),
     ("llama", on_layer(1, "is_causal", False), "layer 1 .*is_causal"),
     ("qwen3", on_config("is_causal", False), "layer 0 .*is_causal"),
     ("bert", on_layer(0, "is_causal", True), "layer 0 .*is_causal"),
     ("llama", as_argument("attention_mask", torch.ones(1, 13)), "attention_mask"),
-    ("bloom", as_argument("attention_mask", torch.ones(1, 13)), "attention_mask"),
     ("llama", as_argument("attention_mask", torch.zeros(1, 1, 13, 13)), "layer 0 .*attention_mask"),
     ("gpt2", as_argument("plan", None), "layer 0 .*plan is None"),
-    ("bloom", as_argument("plan", None), "plan is None"),
-    ("mpt", as_argument("plan", None), "plan is None"),
     ("llama", on_layer(1, "layer_idx", 7), "layer 7 has no plan"),
 ]  # fmt: skip
 

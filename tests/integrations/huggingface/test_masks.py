@@ -288,7 +288,6 @@ def test_masks_of_all_families_are_accepted_on_any_rank(name: str, monkeypatch: 
     packs = [Documents([30, 3, 0, 40])]
     if name not in ("bert", "modernbert"):
         packs.append(Documents([9, 8, 8], parents=[-1, 0, 0]))
-    if name not in ("bert", "modernbert", "bloom", "mpt"):
         packs.append(Documents([30, 20], blocks=[[3, 9], [30, 34]]))
     for documents in packs:
         for ranks in (1, 2, 4):

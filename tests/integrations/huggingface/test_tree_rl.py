@@ -49,7 +49,6 @@ def run(program: Callable[[list[str]], None], *arguments: str, **places: str) ->
         ("--ranks", "2"),
         pytest.param(("--ranks", "4", "--cp", "2", "--model", "gpt_oss"), marks=pytest.mark.thorough),
         pytest.param(("--ranks", "3", "--model", "deepseek_v3", "--algorithm", "ring"), marks=pytest.mark.thorough),
-        pytest.param(("--ranks", "2", "--model", "bloom", "--algorithm", "direct"), marks=pytest.mark.thorough),
     ],
 )
 def test_trees_and_flat_trajectories_are_the_same_step(arguments: tuple[str, ...]) -> None:

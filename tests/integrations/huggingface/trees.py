@@ -54,7 +54,7 @@ def terms(kind: str, new: Tensor, old: Tensor, advantage: Tensor, weight: Tensor
 
 
 def reference_model(name: str) -> Any:
-    return make_model(make_config(name), "eager" if name in ("bloom", "mpt", "gemma2", "gpt_oss") else "sdpa")
+    return make_model(make_config(name), "eager" if name in ("gemma2", "gpt_oss") else "sdpa")
 
 
 def one_by_one(model: Any, batch: list[np.ndarray]) -> list[Tensor]:
