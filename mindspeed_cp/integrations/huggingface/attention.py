@@ -17,7 +17,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from mindspeed_cp.engine import AttentionCheck, context_parallel_attention
 from mindspeed_cp.errors import ConfigError
@@ -260,8 +259,7 @@ def planned_attention(
     if check is not None:
         check.observe(q, k, v, out, layer_plan, plan.rank, dropout_key if wanted.dropout else None, sink, kv_up)
         check.compare_in_backward(q, plan.group)
-    padding = plan.padded_rows - plan.rows
-    return (F.pad(out, (0, 0, 0, 0, 0, padding)) if padding else out)[None], None
+    return plan.padded(out)[None], None
 
 
 def _check_settings(

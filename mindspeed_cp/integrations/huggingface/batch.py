@@ -9,18 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_cp.comm import DEFAULT_TIMEOUT
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.integrations.huggingface.loss import IGNORED, check_vocabulary, masked_labels, shifted_labels
-from mindspeed_cp.integrations.huggingface.plans import ModelPlans, RankPlans, as_model_plans, build_plans
+from mindspeed_cp.integrations.huggingface.plans import ModelPlans, RankPlans, rank_plans_on_mesh
 from mindspeed_cp.layout import Documents
-from mindspeed_cp.plan import Topology
 
 #: Keys that describe documents or padding; they are read and left out.
 CU_SEQLENS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")
 DESCRIPTIONS = (*CU_SEQLENS, "attention_mask", "max_length_q", "max_length_k", "position_ids")
-
-_ARGUMENTS_OF_RANK = ("backend", "timeout", "dropout_seed", "rows_multiple")
 
 #: Values of padding rows; 0 for other keys.
 _PADDING = {"labels": IGNORED, "shift_labels": IGNORED}
@@ -67,17 +63,7 @@ def documents_of_batch(batch: Mapping[str, Any]) -> Documents:
     return documents
 
 
-def shard_batch(
-    batch: Mapping[str, Any],
-    plans: ModelPlans,
-    rank: int,
-    *,
-    group: Any = None,
-    backend: Any = None,
-    timeout: float = DEFAULT_TIMEOUT,
-    dropout_seed: int | None = None,
-    rows_multiple: int = 1,
-) -> dict[str, Any]:
+def shard_batch(batch: Mapping[str, Any], plans: ModelPlans, rank: int, **of_rank: Any) -> dict[str, Any]:
     """Return the rows of one context-parallel rank, as keyword arguments of the model.
 
     Padding is left out. With a causal mask labels are shifted inside documents, before rows are cut: the last token of
@@ -91,10 +77,7 @@ def shard_batch(
             vision-language models may be [3, rows, tokens].
         plans: result of :func:`build_plans` for the documents of this batch.
         rank: this rank in the context-parallel group.
-        group: context-parallel ranks; default: all processes.
-        backend, timeout: as for :func:`mindspeed_cp.context_parallel_attention`.
-        dropout_seed: needed with attention dropout; another number for every batch, the same on all ranks.
-        rows_multiple: pad this rank's rows to a multiple of this, as sequence parallelism needs.
+        of_rank: group, backend, timeout, dropout_seed and rows_multiple as for :class:`RankPlans`.
 
     Returns:
         Tensors [1, t, ...], ``position_ids`` that restart in every document, ``use_cache=False``, and ``plan``.
@@ -103,10 +86,7 @@ def shard_batch(
         ConfigError: the batch has other documents than the plans, or they have parents, a key is no tensor over
             tokens, or the rank is not that of this process in the group.
     """
-    rank_plans = RankPlans(
-        as_model_plans(plans), rank,
-        group=group, backend=backend, timeout=timeout, dropout_seed=dropout_seed, rows_multiple=rows_multiple,
-    )  # fmt: skip
+    rank_plans = RankPlans(plans, rank, **of_rank)
     _checked_shape(batch)
     if plans.documents.trees is not None:
         raise ConfigError(
@@ -126,22 +106,17 @@ def planned_batch(
 
     Args:
         batch: as for :func:`shard_batch`.
-        config: the model's configuration.
-        mesh: device mesh of the context-parallel ranks, such as ``mesh["cp"]``.
-        algorithm: as for :func:`build_plans`.
-        arguments: `backend`, `timeout`, `dropout_seed` and `rows_multiple` as for :func:`shard_batch`; others as for
-            :func:`build_plans`.
+        config, mesh, algorithm, arguments: as for :func:`rank_plans_on_mesh`.
 
     Returns:
         Keyword arguments of the model, and the labels for :func:`loss`; None if the batch has none.
 
     Raises:
-        ConfigError: as for the functions that it calls, which are those of this module and Topology.from_mesh.
+        ConfigError: as for :func:`documents_of_batch`, :func:`rank_plans_on_mesh` and :func:`shard_batch`.
     """
-    of_rank = {name: arguments.pop(name) for name in _ARGUMENTS_OF_RANK if name in arguments}
-    plans = build_plans(config, documents_of_batch(batch), Topology.from_mesh(mesh), algorithm, **arguments)
-    rows = cut_batch(batch, RankPlans(plans, mesh.get_local_rank(), group=mesh.get_group(), **of_rank), _kept(batch))
-    return rows, rows.pop("shift_labels" if plans.mask == "causal" else "labels", None)
+    rank_plans = rank_plans_on_mesh(config, documents_of_batch(batch), mesh, algorithm, **arguments)
+    rows = cut_batch(batch, rank_plans, _kept(batch))
+    return rows, rows.pop("shift_labels" if rank_plans.plans.mask == "causal" else "labels", None)
 
 
 def cut_batch(batch: Mapping[str, Any], rank_plans: RankPlans, kept: np.ndarray) -> dict[str, Any]:
@@ -177,26 +152,19 @@ def cut_batch(batch: Mapping[str, Any], rank_plans: RankPlans, kept: np.ndarray)
             packed = value[torch.from_numpy(kept).to(device)]
             rank_plans.shifts_labels = True
             own = torch.from_numpy(plans.layout.tokens(rank_plans.rank)).to(device)
-            cut["shift_labels"] = _padded(shifted_labels(packed, plans.documents)[own], rank_plans, IGNORED)
+            cut["shift_labels"] = rank_plans.padded(shifted_labels(packed, plans.documents)[own], IGNORED)[None]
             continue
         rows = value.flatten(0, 1)[torch.from_numpy(tokens).to(device)]
-        cut[name] = _padded(rows, rank_plans, _PADDING.get(name, 0))
+        cut[name] = rank_plans.padded(rows, _PADDING.get(name, 0))[None]
     if positions is not None and positions.dim() == 3:
         rows = (
             positions.expand(-1, *shape).permute(1, 2, 0).flatten(0, 1)[torch.from_numpy(tokens).to(positions.device)]
         )
-        cut["position_ids"] = _padded(rows, rank_plans, 0).permute(2, 0, 1)
+        cut["position_ids"] = rank_plans.padded(rows)[None].permute(2, 0, 1)
     else:
-        cut["position_ids"] = _padded(
-            torch.from_numpy(plans.layout.positions(rank_plans.rank)).to(device), rank_plans, 0
-        )
+        rows = torch.from_numpy(plans.layout.positions(rank_plans.rank)).to(device)
+        cut["position_ids"] = rank_plans.padded(rows)[None]
     return {**cut, "use_cache": False, "plan": rank_plans}
-
-
-def _padded(rows: Tensor, plans: RankPlans, padding: int) -> Tensor:
-    """Return rows with padding behind them, [1, padded rows, ...]."""
-    missing = plans.padded_rows - plans.rows
-    return (torch.cat([rows, rows.new_full((missing, *rows.shape[1:]), padding)]) if missing else rows)[None]
 
 
 def _check_documents(batch: Mapping[str, Any], plans: ModelPlans, kept: np.ndarray) -> None:

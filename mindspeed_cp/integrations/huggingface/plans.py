@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mindspeed_cp.algorithms.plan_cache import PlanCache
 from mindspeed_cp.comm import DEFAULT_TIMEOUT, group_rank, group_size
@@ -129,13 +131,18 @@ class RankPlans:
 
     No dataclass, as torch's wrappers copy dataclasses among a model's arguments.
 
+    Args:
+        rows_multiple: pad this rank's rows to a multiple of this, as sequence parallelism needs.
+
     Attributes:
         plans: plans of all layers.
         rank: this context-parallel rank.
         rows: number of this rank's rows.
         padded_rows: number of rows with padding behind them.
-        group, backend, timeout: as for :func:`mindspeed_cp.context_parallel_attention`.
-        dropout_seed: seed of attention dropout for this batch; None: there is none.
+        group: context-parallel ranks; default: all processes.
+        backend, timeout: as for :func:`mindspeed_cp.context_parallel_attention`.
+        dropout_seed: seed of attention dropout, which a model with dropout needs: another number for every batch, the
+            same on all ranks.
         batch_digest: digest of the whole batch, compared over the group; None: it is not compared.
         shifts_labels: True if the batch had labels, which were shifted by one token.
     """
@@ -165,6 +172,8 @@ class RankPlans:
         dropout_seed: int | None = None,
         rows_multiple: int = 1,
     ) -> None:
+        if not isinstance(plans, ModelPlans):
+            raise ConfigError(f"plans is a {type(plans).__name__}; valid: the result of build_plans(model.config, ...)")
         if not 0 <= rank < plans.layout.ranks:
             raise ConfigError(f"rank is {rank}; valid: 0 to {plans.layout.ranks - 1}, the ranks of the plan")
         if group_size(group) > 1 and group_rank(group) != rank:
@@ -188,9 +197,37 @@ class RankPlans:
         # Models cannot reshape tensors without elements, so a rank without rows has one of padding.
         self.padded_rows = max(1, -(-self.rows // rows_multiple)) * rows_multiple
 
+    def padded(self, rows: Tensor, value: float = 0, dim: int = 0) -> Tensor:
+        """Return rows of this rank with padding of a value behind them."""
+        shape = list(rows.shape)
+        shape[dim] = self.padded_rows - self.rows
+        return torch.cat([rows, rows.new_full(shape, value)], dim) if shape[dim] else rows
 
-def as_model_plans(plans: object) -> ModelPlans:
-    """Return ModelPlans. Raises ConfigError for anything else."""
-    if not isinstance(plans, ModelPlans):
-        raise ConfigError(f"plans is a {type(plans).__name__}; valid: the result of build_plans(model.config, ...)")
-    return plans
+
+def rank_plans_on_mesh(
+    config: Any,
+    documents: Documents,
+    mesh: Any,
+    algorithm: str = "hierarchical",
+    *,
+    backend: Any = None,
+    timeout: float = DEFAULT_TIMEOUT,
+    dropout_seed: int | None = None,
+    rows_multiple: int = 1,
+    **options: Any,
+) -> RankPlans:
+    """Build the plans of a packed batch for this rank of a device mesh.
+
+    Args:
+        config, documents, algorithm, options: as for :func:`build_plans`.
+        mesh: device mesh of the context-parallel ranks, such as ``mesh["cp"]``.
+        backend, timeout, dropout_seed, rows_multiple: as for :class:`RankPlans`.
+
+    Raises:
+        ConfigError: as for :func:`build_plans`, :class:`RankPlans` and Topology.from_mesh.
+    """
+    plans = build_plans(config, documents, Topology.from_mesh(mesh), algorithm, **options)
+    return RankPlans(
+        plans, mesh.get_local_rank(), group=mesh.get_group(),
+        backend=backend, timeout=timeout, dropout_seed=dropout_seed, rows_multiple=rows_multiple,
+    )  # fmt: skip

@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_cp.comm import DEFAULT_TIMEOUT, group_size, resolve_group
+from mindspeed_cp.comm import group_size, resolve_group
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.integrations.huggingface.batch import documents_of_batch
 from mindspeed_cp.integrations.huggingface.families import has_dropout
-from mindspeed_cp.integrations.huggingface.plans import RankPlans, build_plans
+from mindspeed_cp.integrations.huggingface.plans import RankPlans, rank_plans_on_mesh
 from mindspeed_cp.layout.host_arrays import as_integers
-from mindspeed_cp.plan import Topology
 
 
 def slice_rows(x: Tensor, plans: RankPlans, dim: int, padding: float = 0) -> Tensor:
@@ -38,7 +37,7 @@ def slice_rows(x: Tensor, plans: RankPlans, dim: int, padding: float = 0) -> Ten
     if x.shape[dim] != tokens:
         raise ConfigError(f"the tensor has shape {list(x.shape)}; valid: the plans' {tokens} tokens in dimension {dim}")
     rows = x.index_select(dim, torch.from_numpy(plans.plans.layout.tokens(plans.rank)).to(x.device))
-    return _pad(rows, dim, plans.padded_rows - plans.rows, padding)
+    return plans.padded(rows, padding, dim)
 
 
 def gather_rows(x: Tensor, plans: RankPlans, dim: int = 1, gradient_factor: float = 1.0, tokens: Any = None) -> Tensor:
@@ -118,16 +117,7 @@ class _GatherNumbered(torch.autograd.Function):
 
 
 def packed_row_plans(
-    config: Any,
-    mesh: Any,
-    position_ids: Tensor,
-    number: int,
-    algorithm: str = "hierarchical",
-    *,
-    seed: int = 0,
-    backend: Any = None,
-    timeout: float = DEFAULT_TIMEOUT,
-    **options: Any,
+    config: Any, mesh: Any, position_ids: Tensor, number: int, *, seed: int = 0, **arguments: Any
 ) -> RankPlans:
     """Build the plans of a packed row whose position_ids say where documents begin, for this rank.
 
@@ -136,9 +126,8 @@ def packed_row_plans(
         mesh: device mesh of the context-parallel ranks.
         position_ids: [1, tokens], from 0 in each document.
         number: of the row; rows drop other attention weights, if the model has attention dropout.
-        algorithm, options: as for :func:`mindspeed_cp.build_plan`.
         seed: of attention dropout.
-        backend, timeout: as for :func:`mindspeed_cp.context_parallel_attention`.
+        arguments: algorithm, backend, timeout, and options of the algorithm, as for :func:`rank_plans_on_mesh`.
 
     Raises:
         ConfigError: the positions are no packed row, or the model, the algorithm or an option is not supported.
@@ -149,30 +138,7 @@ def packed_row_plans(
             "vision-language models are not supported)"
         )
     documents = documents_of_batch({"input_ids": position_ids, "position_ids": position_ids})
-    plans = build_plans(config, documents, Topology.from_mesh(mesh), algorithm, **options)
-    dropout_seed = batch_seed(seed, mesh, number) if has_dropout(config) else None
-    return RankPlans(
-        plans, mesh.get_local_rank(),
-        group=mesh.get_group(), backend=backend, timeout=timeout, dropout_seed=dropout_seed,
-    )  # fmt: skip
-
-
-def batch_seed(seed: int, mesh: Any, number: int) -> int:
-    """Return the seed of attention dropout for a batch: the same on the ranks of a group, another for other batches.
-
-    Args:
-        seed: seed of the run.
-        mesh: device mesh of the context-parallel ranks; replicas have other ranks in it.
-        number: number of the batch.
-    """
-    first = int(mesh.mesh.flatten()[0])
-    return int(np.random.SeedSequence([seed, first, number]).generate_state(1, np.uint32)[0])
-
-
-def _pad(x: Tensor, dim: int, rows: int, value: float) -> Tensor:
-    """Return x with rows of a value behind it."""
-    if not rows:
-        return x
-    shape = list(x.shape)
-    shape[dim] = rows
-    return torch.cat([x, x.new_full(shape, value)], dim)
+    first = int(mesh.mesh.flatten()[0])  # another one in other replicas
+    seeds = np.random.SeedSequence([seed, first, number]).generate_state(1, np.uint32)
+    dropout_seed = int(seeds[0]) if has_dropout(config) else None
+    return rank_plans_on_mesh(config, documents, mesh, dropout_seed=dropout_seed, **arguments)

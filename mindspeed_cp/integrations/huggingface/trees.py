@@ -25,16 +25,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
-from mindspeed_cp.comm import DEFAULT_TIMEOUT, group_size
+from mindspeed_cp.comm import group_size
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.integrations.huggingface.batch import cut_batch, extended_digest
 from mindspeed_cp.integrations.huggingface.loss import check_vocabulary, loss_share
-from mindspeed_cp.integrations.huggingface.plans import ModelPlans, RankPlans, as_model_plans, build_plans
+from mindspeed_cp.integrations.huggingface.plans import ModelPlans, RankPlans, rank_plans_on_mesh
 from mindspeed_cp.integrations.huggingface.rows import gather_numbered
-from mindspeed_cp.layout import PackedTrajectories, TreeTargets
-from mindspeed_cp.plan import Topology
-
-_ARGUMENTS_OF_RANK = ("weights", "backend", "timeout", "dropout_seed", "rows_multiple")
+from mindspeed_cp.layout import Documents, PackedTrajectories, TreeTargets
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,11 +101,7 @@ def shard_trajectories(
     *,
     weights: Sequence[Any] | None = None,
     device: torch.device | str = "cpu",
-    group: Any = None,
-    backend: Any = None,
-    timeout: float = DEFAULT_TIMEOUT,
-    dropout_seed: int | None = None,
-    rows_multiple: int = 1,
+    **of_rank: Any,
 ) -> tuple[dict[str, Any], RankTargets]:
     """Return the rows of one context-parallel rank of trajectories packed as trees, and what they predict.
 
@@ -122,7 +115,7 @@ def shard_trajectories(
         weights: for each trajectory the weight of each of its tokens in the loss, [length] (the first is not used), or
             one number; default: 1.
         device: where the tensors are made.
-        group, backend, timeout, dropout_seed, rows_multiple: as for :func:`shard_batch`.
+        of_rank: group, backend, timeout, dropout_seed and rows_multiple as for :class:`RankPlans`.
 
     Returns:
         Keyword arguments of the model: input_ids [1, t], position_ids on the paths from the roots, ``use_cache=False``
@@ -132,9 +125,49 @@ def shard_trajectories(
         ConfigError: packed are no packed trajectories, the plans are for other documents or have a full mask, the
             weights do not fit, or the rank is not that of this process in the group.
     """
+    documents_of(packed)
+    return _cut_trajectories(packed, RankPlans(plans, rank, **of_rank), weights, device)
+
+
+def planned_trajectories(
+    packed: PackedTrajectories,
+    config: Any,
+    mesh: Any,
+    algorithm: str = "hierarchical",
+    *,
+    weights: Sequence[Any] | None = None,
+    device: torch.device | str | None = None,
+    **arguments: Any,
+) -> tuple[dict[str, Any], RankTargets]:
+    """Build the plans of trajectories packed as trees, and return this rank's rows and targets.
+
+    Args:
+        packed, weights: as for :func:`shard_trajectories`.
+        config, mesh, algorithm, arguments: as for :func:`rank_plans_on_mesh`.
+        device: where the tensors are made; default: the mesh's.
+
+    Returns:
+        As :func:`shard_trajectories`.
+
+    Raises:
+        ConfigError: as for :func:`rank_plans_on_mesh` and :func:`shard_trajectories`.
+    """
+    rank_plans = rank_plans_on_mesh(config, documents_of(packed), mesh, algorithm, **arguments)
+    return _cut_trajectories(packed, rank_plans, weights, mesh.device_type if device is None else device)
+
+
+def documents_of(packed: object) -> Documents:
+    """Return the documents of packed trajectories. Raises ConfigError for anything else."""
     if not isinstance(packed, PackedTrajectories):
         raise ConfigError(f"packed is a {type(packed).__name__}; valid: Documents.from_trajectories(token lists)")
-    if as_model_plans(plans).documents != packed.documents:
+    return packed.documents
+
+
+def _cut_trajectories(
+    packed: PackedTrajectories, rank_plans: RankPlans, weights: Sequence[Any] | None, device: torch.device | str
+) -> tuple[dict[str, Any], RankTargets]:
+    plans = rank_plans.plans
+    if plans.documents != packed.documents:
         raise ConfigError(
             f"the trajectories are {packed.documents!r}, but the plans are for {plans.documents!r}; valid: "
             "build_plans(model.config, packed.documents, ...)"
@@ -144,10 +177,6 @@ def shard_trajectories(
             "the plans have a full mask, under which a row sees the token that it would predict; valid: plans of a "
             "model with a causal mask"
         )
-    rank_plans = RankPlans(
-        plans, rank,
-        group=group, backend=backend, timeout=timeout, dropout_seed=dropout_seed, rows_multiple=rows_multiple,
-    )  # fmt: skip
     weights_of_targets = packed.targets.weights(weights)
     tokens = torch.from_numpy(packed.tokens)[None].to(device)
     check_vocabulary("packed", tokens, plans.vocabulary)
@@ -155,34 +184,6 @@ def shard_trajectories(
     for integers in (np.concatenate(packed.tree_tokens), weights_of_targets.view(np.int64)):
         rank_plans.batch_digest = extended_digest(rank_plans.batch_digest or 0, torch.from_numpy(integers))
     return rows, _rank_targets(packed.targets, weights_of_targets, rank_plans, device)
-
-
-def planned_trajectories(
-    packed: PackedTrajectories, config: Any, mesh: Any, algorithm: str = "hierarchical", **arguments: Any
-) -> tuple[dict[str, Any], RankTargets]:
-    """Build the plans of trajectories packed as trees, and return this rank's rows and targets.
-
-    Args:
-        packed: as for :func:`shard_trajectories`.
-        config: the model's configuration.
-        mesh: device mesh of the context-parallel ranks, such as ``mesh["cp"]``.
-        algorithm: as for :func:`build_plans`.
-        arguments: `weights`, `backend`, `timeout`, `dropout_seed`, `rows_multiple` and `device` (default: the mesh's)
-            as for :func:`shard_trajectories`; others as for :func:`build_plans`.
-
-    Returns:
-        As :func:`shard_trajectories`.
-
-    Raises:
-        ConfigError: as for the functions that it calls: :func:`build_plans`, :func:`shard_trajectories` and
-            Topology.from_mesh.
-    """
-    if not isinstance(packed, PackedTrajectories):
-        raise ConfigError(f"packed is a {type(packed).__name__}; valid: Documents.from_trajectories(token lists)")
-    of_rank = {name: arguments.pop(name) for name in _ARGUMENTS_OF_RANK if name in arguments}
-    device = arguments.pop("device", mesh.device_type)
-    plans = build_plans(config, packed.documents, Topology.from_mesh(mesh), algorithm, **arguments)
-    return shard_trajectories(packed, plans, mesh.get_local_rank(), group=mesh.get_group(), device=device, **of_rank)
 
 
 def _rank_targets(

@@ -79,7 +79,7 @@ def swift_step(rank: int, group: Any, name: str, lengths: tuple[int, ...], algor
 def round_trip(rank: int, group: Any, lengths: tuple[int, ...], algorithm: str) -> list[torch.Tensor]:
     """Whole tensors that are sliced and gathered again, and the gradient of a row's sum through the gather."""
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    plans = packed_row_plans(make_config("llama"), mesh_of(group, "sp"), positions, 0, algorithm)
+    plans = packed_row_plans(make_config("llama"), mesh_of(group, "sp"), positions, 0, algorithm=algorithm)
     tokens, size = sum(lengths), group.size()
     wide = torch.arange(3 * tokens * 2.0).reshape(3, tokens, 2)
     part = slice_rows(wide, plans, 1).requires_grad_()

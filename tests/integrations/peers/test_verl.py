@@ -79,7 +79,7 @@ def test_rows_that_do_not_fit_are_refused() -> None:
     for wrong in (positions[0], positions.expand(4, 1, 9)):
         with pytest.raises(ConfigError, match=r"position_ids have shape .*; valid: \[1, tokens\], one packed row"):
             packed_row_plans(make_config("llama"), mesh_of(3), wrong, 0)
-    plans = packed_row_plans(make_config("llama"), mesh_of(3), positions, 0, "ring")
+    plans = packed_row_plans(make_config("llama"), mesh_of(3), positions, 0, algorithm="ring")
     with pytest.raises(ConfigError, match=r"shape \[1, 8\]; valid: the plans' 9 tokens in dimension 1"):
         slice_rows(positions[:, :8], plans, 1)
     with pytest.raises(ConfigError, match=r"rows in dimension 1, those of rank 0"):
