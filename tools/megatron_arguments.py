@@ -3,8 +3,8 @@
     python -m tools.megatron_arguments    # bring the file up to date with the Megatron at hand
 
 The file has each argument of the training scripts, and each field of TransformerConfig, of every listed version:
-used (planned attention, batches or losses read it), ignored (they need not) or unsupported (by the rules that
-mindspeed_cp.megatron.arguments checks; the file has their versions alone). The program writes which arguments the
+used (planned attention, batches or losses read it), ignored (they need not) or unsupported (by the rules of
+mindspeed_cp.megatron.adaptors.settings; the file has their versions alone). The program writes which arguments the
 Megatron at hand has, and lists under `unknown` those that nobody has looked at: move them to a row. A test compares the
 file with the Megatron at hand. It needs megatron.training, of a wheel from 0.17 on or of the source tree MEGATRON_LM.
 """
@@ -72,7 +72,7 @@ def table() -> dict[str, Any]:
 @cache
 def entries() -> tuple[Entry, ...]:
     """Return every argument, in the order used, ignored, unsupported, with the reasons of the rules."""
-    from mindspeed_cp.megatron.arguments import ALL_RULES
+    from mindspeed_cp.megatron.adaptors.settings import ALL_RULES
 
     problems: dict[str, list[str]] = {"cp_comm_type": [COMM_TYPE_REASON]}
     for rule in ALL_RULES:

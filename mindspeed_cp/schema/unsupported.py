@@ -1,8 +1,8 @@
 """The table of what is not supported, and why: of attention here, of Megatron's settings in unsupported.yaml.
 
 Who asks: the settings (:mod:`mindspeed_cp.config.rules`), `build_plan` and `verify_plan`
-(:mod:`mindspeed_cp.plan.problem`), Megatron's start (:mod:`mindspeed_cp.megatron.arguments`), the building of a model
-(:mod:`mindspeed_cp.megatron.adaptors.settings`) and `mindspeed-cp convert`.
+(:mod:`mindspeed_cp.plan.problem`), Megatron's start and the building of a model
+(:mod:`mindspeed_cp.megatron.adaptors.settings`), and `mindspeed-cp convert`.
 """
 
 from __future__ import annotations

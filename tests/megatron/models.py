@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mindspeed_cp.megatron import megatron_imports
-from mindspeed_cp.megatron.patches.multi_token import PACKED
+from mindspeed_cp.megatron.patches.versions import PACKED
 
 with megatron_imports():
     from megatron.core.transformer.moe.moe_layer import MoESubmodules

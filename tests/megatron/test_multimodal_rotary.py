@@ -20,7 +20,7 @@ from mindspeed_cp.megatron import (
     planned_params,
 )
 from mindspeed_cp.megatron.adaptors.rotary import MultimodalRotary
-from mindspeed_cp.megatron.patches.multi_token import PACKED
+from mindspeed_cp.megatron.patches.versions import PACKED
 from tests.megatron.gpt import (
     Case,
     Suite,

@@ -18,7 +18,7 @@ import pytest
 
 from mindspeed_cp.megatron import megatron_imports
 from mindspeed_cp.megatron.patches.imports import parse_version
-from mindspeed_cp.megatron.patches.multi_token import PACKED
+from mindspeed_cp.megatron.patches.versions import PACKED
 from tests.limits import HANG
 
 with megatron_imports():

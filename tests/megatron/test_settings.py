@@ -107,9 +107,9 @@ def test_a_setting_that_depends_on_others_is_refused(
 
 def test_multi_token_prediction_needs_a_megatron_that_keeps_to_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     config = transformer_config(mtp_num_layers=1)
-    monkeypatch.setattr("mindspeed_cp.megatron.adaptors.settings.PACKED", True)
+    monkeypatch.setattr("mindspeed_cp.megatron.adaptors.settings.IS_0_12", False)
     check_model_config(config, SUITE)
-    monkeypatch.setattr("mindspeed_cp.megatron.adaptors.settings.PACKED", False)
+    monkeypatch.setattr("mindspeed_cp.megatron.adaptors.settings.IS_0_12", True)
     with pytest.raises(ConfigError, match=r"mtp_num_layers is 1; .*use megatron-core 0\.16\.1"):
         check_model_config(config, SUITE)
 

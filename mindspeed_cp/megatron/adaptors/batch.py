@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from mindspeed_cp import ConfigError, Documents, Plan
 from mindspeed_cp.megatron.adaptors.documents import mrope_rows
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams, RotaryTripwire
+from mindspeed_cp.megatron.patches import versions
 
 
 def planned_params(
@@ -65,7 +65,7 @@ def planned_params(
         pooled=pooled,
     )
     params.cp_group = RotaryTripwire()  # from 0.16 on; before, Megatron cuts its table by
-    if "cp_group" not in PackedSeqParams.__dataclass_fields__:
+    if versions.IS_0_12:
         params.cu_seqlens_q_padded = RotaryTripwire()
     return params
 

@@ -1,11 +1,15 @@
-"""Checks of Megatron's settings against the section context_parallel_suite.
+"""Checks of Megatron's settings and of its scripts' arguments against the section context_parallel_suite.
 
-A setting that planned attention cannot honour is refused with its value, the valid values and what to use instead.
+A setting that planned attention cannot honour is refused with its value, the valid values and what to use instead. What
+becomes of every other argument is in docs/megatron_arguments.yaml, which a test compares with the parser of the
+Megatron at hand, so that an argument of a new version is missed by name.
 """
 
 from __future__ import annotations
 
-from megatron.core.transformer.moe.moe_layer import MoESubmodules
+from argparse import Namespace
+from typing import Any
+
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mindspeed_cp import ConfigError
@@ -13,25 +17,35 @@ from mindspeed_cp.algorithms import ALIASES, algorithm_name
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.megatron.adaptors.attentions import layer_attentions
 from mindspeed_cp.megatron.mindspeed_compat import MINDSPEED_CONDITIONS, MINDSPEED_RULES
-from mindspeed_cp.megatron.patches.multi_token import PACKED
+from mindspeed_cp.megatron.patches.versions import IS_0_12
 from mindspeed_cp.ops.attention.backends import BACKENDS, get_backend
 from mindspeed_cp.schema.unsupported import is_split, unsupported
 
-
-def _divides_losses(config: TransformerConfig) -> bool:
-    """True if tokens are split and Megatron (0.12) has no place for PlannedRouter in the spec."""
-    return is_split(config) and "router" not in MoESubmodules.__dataclass_fields__
-
-
 #: Conditions of rows that depend on the Megatron and the MindSpeed at hand.
 CONDITIONS = {
-    "Megatron-core before 0.16": lambda config: not PACKED,
-    "split tokens, Megatron-core before 0.16": _divides_losses,
+    "Megatron-core before 0.16": lambda config: IS_0_12,
+    "split tokens, Megatron-core before 0.16": lambda config: IS_0_12 and is_split(config),  # without PlannedRouter
     **MINDSPEED_CONDITIONS,
 }
 
 #: What is not supported of TransformerConfig in every Megatron, and in the one at hand.
 RULES = (*unsupported("model"), *unsupported("this_megatron"))
+
+
+#: All rules of Megatron's own arguments.
+ALL_RULES = (*RULES, *unsupported("arguments"))
+
+#: What to put on the command line, where the name of the argument does not say it.
+_FLAGS = {
+    "calculate_per_token_loss": "--calculate-per-token-loss",
+    "apply_rope_fusion": "--no-rope-fusion",
+    "create_attention_mask_in_dataloader": "--no-create-attention-mask-in-dataloader",
+    "moe_token_dispatcher_type": "--moe-token-dispatcher-type alltoall",
+    "reset_attention_mask": "--reset-attention-mask and --reset-position-ids together, or neither",
+}
+
+#: Names of TransformerConfig, and of the arguments that they are made of.
+_CONFIG_NAMES = {"num_moe_experts": "num_experts"}
 
 
 def check_model_config(config: TransformerConfig, suite: SuiteSettings) -> None:
@@ -51,6 +65,35 @@ def check_model_config(config: TransformerConfig, suite: SuiteSettings) -> None:
     if config.deterministic_mode and suite.backend != "auto":
         check_deterministic(suite.backend)
     check_comm_type(config.cp_comm_type, suite)
+
+
+def check_arguments(args: Namespace, suite: SuiteSettings | None = None) -> None:
+    """Raise ConfigError if an argument asks for what planned batches do not compute; call it before a model is built.
+
+    The hooks of :mod:`mindspeed_cp.megatron.pretrain` call it. Arguments that this Megatron lacks are not looked at.
+
+    Args:
+        args: Megatron's parsed arguments (``get_args()``).
+        suite: the section context_parallel_suite; None leaves out what must be equal in both.
+    """
+    named = {name: getattr(args, given) for name, given in _CONFIG_NAMES.items() if hasattr(args, given)}
+    view = Namespace(**{**vars(args), **named})
+    for rule in (*MINDSPEED_RULES, *ALL_RULES):
+        problem = rule.problem(view, CONDITIONS)
+        if problem is not None:
+            flag = _FLAGS.get(rule.setting)
+            raise ConfigError(f"{problem}; pass {flag}" if flag else problem)
+    if suite is None:
+        return
+    if args.context_parallel_size != suite.context_parallel_size:
+        raise ConfigError(
+            f"context_parallel_size is {args.context_parallel_size} on the command line, but "
+            f"{suite.context_parallel_size} in context_parallel_suite; give both the same number"
+        )
+    comm_type: Any = getattr(args, "cp_comm_type", None)
+    if isinstance(comm_type, list) and len(comm_type) == 1:
+        comm_type = comm_type[0]  # as Megatron passes it on
+    check_comm_type(comm_type, suite)
 
 
 def check_comm_type(comm_type: str | list[str] | None, suite: SuiteSettings) -> None:

@@ -5,7 +5,8 @@ What is patched in Megatron itself is in :mod:`mindspeed_cp.megatron.patches.com
 1. a row of requirements/versions.json, for ``make test-versions``;
 2. its number in ``versions`` of docs/megatron_arguments.yaml, and ``python -m tools.megatron_arguments`` in its
    environment, which lists there the arguments that nobody has looked at;
-3. a patch in compat.py or multi_token.py for what fails, and a function in this file for what has another signature.
+3. a patch in compat.py or adaptors/multi_token.py for what fails, and a function in this file for what has another
+   signature.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from mindspeed_cp.megatron.patches.imports import parse_version
 
 #: True for the Megatron-core of MindSpeed's oldest line: modules take no process groups, they ask parallel_state.
 IS_0_12 = parse_version(megatron.core.__version__) == (0, 12)
+
+#: True if this Megatron predicts several tokens of packed documents.
+PACKED = not IS_0_12
 
 #: Argument by which modules are given process groups; None: there is none.
 GROUPS: str | None = None if IS_0_12 else "pg_collection"

@@ -10,7 +10,7 @@ from typing import Any
 from mindspeed_cp.algorithms import AUTO
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.megatron.arguments import check_arguments
+from mindspeed_cp.megatron.adaptors.settings import check_arguments
 from mindspeed_cp.megatron.mindspeed_compat import check_mindspeed
 from mindspeed_cp.megatron.pretrain.attention_check import check_attention_argument
 from mindspeed_cp.megatron.pretrain.pool import check_pool_arguments

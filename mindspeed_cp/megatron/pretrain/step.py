@@ -75,6 +75,15 @@ def _check(total: Tensor, args: Any) -> None:
         machine.validate_result(result=total, rejection_func=rejects, message=message, tolerance=0.0, fatal=fatal)
 
 
+def refuse_schedule_plan(wanted: bool) -> None:
+    """Raise ConfigError if Megatron asks a forward step for a schedule plan."""
+    if wanted:
+        raise ConfigError(
+            "return_schedule_plan is True; valid: False, since a schedule of half layers carries no plan; leave out "
+            "--overlap-moe-expert-parallel-comm"
+        )
+
+
 def forward_step(data_iterator: Any, model: nn.Module, return_schedule_plan: bool = False) -> tuple[Tensor, Any]:
     """Run the model on the next micro-batch; give it to ``pretrain`` in place of the script's own.
 
@@ -88,11 +97,7 @@ def forward_step(data_iterator: Any, model: nn.Module, return_schedule_plan: boo
     """
     from megatron.training import get_args, get_timers
 
-    if return_schedule_plan:
-        raise ConfigError(
-            "return_schedule_plan is True; valid: False, since a schedule of half layers carries no plan; leave out "
-            "--overlap-moe-expert-parallel-comm"
-        )
+    refuse_schedule_plan(return_schedule_plan)
     timers, straggler_timer = get_timers(), _straggler_timer()
     timers("batch-generator", log_level=2).start()
     with straggler_timer(bdata=True):

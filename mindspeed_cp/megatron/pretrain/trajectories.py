@@ -25,7 +25,7 @@ from mindspeed_cp.megatron.adaptors.whole_batch import micro_batch_plans
 from mindspeed_cp.megatron.pretrain.attention_check import ATTENTION_CHECK
 from mindspeed_cp.megatron.pretrain.layers import transformer_config_of
 from mindspeed_cp.megatron.pretrain.options import settings_of
-from mindspeed_cp.megatron.pretrain.step import reported
+from mindspeed_cp.megatron.pretrain.step import refuse_schedule_plan, reported
 
 #: Arguments that say in another way what attends to what, or what is learned.
 _OF_DATA_SETS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "sft",
@@ -136,11 +136,7 @@ def trajectory_forward_step(
         ConfigError: as :func:`get_trajectory_batch`, the iterator yields something else, or a schedule plan is asked
             for.
     """
-    if return_schedule_plan:
-        raise ConfigError(
-            "return_schedule_plan is True; valid: False, since a schedule of half layers carries no plan; leave out "
-            "--overlap-moe-expert-parallel-comm"
-        )
+    refuse_schedule_plan(return_schedule_plan)
     given = next(data_iterator) if data_iterator is not None else None
     packed, weights = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
     if not isinstance(packed, PackedTrajectories):
