@@ -10,14 +10,11 @@ the caller's are overlaid, and all else is read-only. Where a system does not al
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
-import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -209,39 +206,16 @@ def _seal(root: Path, folders: Sequence[Path]) -> list[str]:
 def _run(command: Sequence[str], folder: Path, variables: Mapping[str, str]) -> tuple[str, bool]:
     """Run a command; return its last standard error, and True if it took longer than the time limit."""
     with tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env=dict(variables),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            start_new_session=True,
-        )
         timed_out = False
-        try:
-            process.wait(TIME_LIMIT)
+        try:  # what is left in the namespace of processes ends with the command
+            subprocess.run(
+                command, cwd=folder, env=dict(variables), timeout=TIME_LIMIT, start_new_session=True, check=False,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=errors,
+            )  # fmt: skip
         except subprocess.TimeoutExpired:
             timed_out = True
-        finally:
-            _end_group(process)
         errors.seek(max(0, errors.tell() - 2**16))
         return errors.read().decode("utf-8", "replace"), timed_out
-
-
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Wait a moment for what the script left in the background, and end it."""
-    for _ in range(200):
-        try:
-            os.killpg(process.pid, 0)
-        except (ProcessLookupError, PermissionError):
-            break
-        if process.poll() is None:
-            break
-        time.sleep(0.01)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _missing_folders(errors: str, folder: Path) -> list[Path]:

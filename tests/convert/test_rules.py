@@ -12,7 +12,6 @@ from mindspeed_cp.algorithms import ALIASES
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.config.aliases import read_algorithm
 from mindspeed_cp.convert import Change, convert_flags
-from mindspeed_cp.convert.command_line import read_flags
 from mindspeed_cp.convert.flag_table import (
     ADDED_FLAGS,
     ANOTHER_MODEL,
@@ -29,6 +28,7 @@ from mindspeed_cp.convert.flag_table import (
     Given,
     Outcome,
     flag_of,
+    read_flags,
 )
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.schema.unsupported import Unsupported, unsupported

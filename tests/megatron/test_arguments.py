@@ -12,8 +12,7 @@ import pytest
 
 from mindspeed_cp import ConfigError
 from mindspeed_cp.convert import convert_script
-from mindspeed_cp.convert.command_line import read_flags
-from mindspeed_cp.convert.flag_table import ARITIES
+from mindspeed_cp.convert.flag_table import ARITIES, read_flags
 from mindspeed_cp.megatron.adaptors.settings import ALL_RULES, check_arguments
 from mindspeed_cp.megatron.patches.imports import parse_version
 from mindspeed_cp.schema.unsupported import Unsupported, unsupported
