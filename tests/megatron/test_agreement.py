@@ -21,6 +21,7 @@ from mindspeed_cp.megatron import (
 )
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 from tests.megatron.gpt import Suite, megatron, transformer_config
+from tests.megatron.packed import plain_params
 from tests.megatron.ranks import MegatronRanks
 from tests.megatron.script_arguments import rows, stand_in
 
@@ -69,19 +70,20 @@ def test_a_data_loader_out_of_step_is_found(ranks: MegatronRanks, moves_hidden: 
         assert text is not None and "documents: rank 0 has Documents([20, 12], tokens=32); rank 1 has" in text
 
 
-def without_a_plan(rank: int, group: None) -> list[str | None]:
-    """Batches [s, b, heads, dim] whose plan is made from their rows: rank 1 meets again what it has met before."""
+def of_plain_parameters(rank: int, group: None) -> list[str | None]:
+    """Batches whose plan is made from cu_seqlens: rank 1 meets again what it has met before."""
     with megatron(cp=2):
         module = module_on(2)
         results = []
         for rows in ((4, 4), (6, 6), (4, 6), (4, 4)):
-            x = [torch.randn(rows[rank], 1, heads, 8) for heads in HEADS]
-            results.append(told(lambda x=x: module(*x, None)))
+            x = [torch.randn(rows[rank], heads, 8) for heads in HEADS]
+            given = plain_params([2 * rows[rank]])
+            results.append(told(lambda x=x, given=given: module(*x, None, packed_seq_params=given)))
         return results
 
 
-def test_batches_without_a_plan_are_compared_at_every_call(ranks: MegatronRanks) -> None:
-    for first, second, other, last in ranks.run(2, without_a_plan):
+def test_batches_of_plain_parameters_are_compared_at_every_call(ranks: MegatronRanks) -> None:
+    for first, second, other, last in ranks.run(2, of_plain_parameters):
         assert first is second is last is None
         assert (
             other is not None and "documents: rank 0 has Documents([8], tokens=8); rank 1 has Documents([12]" in other

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -109,18 +108,21 @@ def planned_batch(
     rows_multiple: int = 1,
     dropout_seed: int | None = None,
     pooled: bool = False,
+    batch_digest: int | None = None,
 ) -> tuple[dict[str, Tensor], PlannedBatchParams]:
     """Return this rank's rows of a micro-batch with their positions, and the ``packed_seq_params`` that belong to them.
 
     Args:
-        batch: tokens, labels, loss_mask and the like of the whole micro-batch, each [T] or [1, T]; labels shifted
-            already (:func:`shift_labels`). For models with mrope "position_ids", [3, T]: positions of time, height and
-            width.
+        batch: tokens, labels, loss_mask and the like of the whole micro-batch, each [T, ...] or [1, T, ...]; labels
+            shifted already (:func:`shift_labels`). For models with mrope "position_ids", [3, T]: positions of time,
+            height and width.
         plan, rank, rows_multiple, dropout_seed, pooled: as for :func:`planned_params`.
+        batch_digest: number of the whole micro-batch, the same on all its ranks, which every call of attention
+            compares; default: that of its tensors, if they are on the host (:func:`digest_of_batch`).
 
     Returns:
-        The same keys, each [1, t], and "position_ids" (int64), which restart in every document, or are those of mrope,
-        [3, 1, t]; padding rows, if any, are zero everywhere, loss_mask included. Then the result of
+        The same keys, each [1, t, ...], and "position_ids" (int64), which restart in every document, or are those of
+        mrope, [3, 1, t]; padding rows, if any, are zero everywhere, loss_mask included. Then the result of
         :func:`planned_params`.
 
     Raises:
@@ -138,35 +140,32 @@ def planned_batch(
         if value is None or name == "position_ids":
             continue
         whole = torch.as_tensor(value)
-        if list(whole.shape) not in ([total], [1, total]):
+        if tuple(whole.shape[:2]) == (1, total):
+            whole = whole[0]
+        elif not whole.dim() or len(whole) != total:
             raise ConfigError(
-                f"{name} has shape {list(whole.shape)}, but the plan has {total} tokens; valid: [{total}] or "
-                f"[1, {total}]"
+                f"{name} has shape {list(whole.shape)}, but the plan has {total} tokens; valid: [{total}, ...] or "
+                f"[1, {total}, ...]"
             )
-        wholes[name] = whole.reshape(-1)
-    return cut_batch(wholes, batch.get("position_ids"), params), params
+        wholes[name] = whole
 
+    def padded(rows: Tensor) -> Tensor:
+        return torch.nn.functional.pad(rows[None], (0, 0) * (rows.dim() - 1) + (0, params.linear_padding))
 
-def cut_batch(
-    wholes: dict[str, Tensor], mrope: Any, params: PlannedBatchParams, digest: int | None = None
-) -> dict[str, Tensor]:
-    """Return this rank's rows of a whole micro-batch with their positions; the parameters get its digest.
-
-    Args:
-        wholes: its tensors over tokens by name, [T, ...] each.
-        mrope: positions of time, height and width, [3, ...] (:func:`mrope_rows`); None: positions in documents.
-        params: parameters of the micro-batch.
-        digest: of the micro-batch; default: that of its tensors.
-    """
-    rows = {name: rows_of_rank(whole, params) for name, whole in wholes.items()}
+    rows = {name: padded(whole[params.linear_tokens(whole.device)]) for name, whole in wholes.items()}
     device = next((x.device for x in rows.values()), torch.device("cpu"))
-    if mrope is None:
-        rows["position_ids"] = positions_of_rank(params, device)
+    if batch.get("position_ids") is None:
+        rows["position_ids"] = padded(torch.from_numpy(params.linear.positions(rank)).to(device))
     else:
-        wholes = {**wholes, "position_ids": mrope_rows(mrope, params.linear.documents.tokens)}
-        rows["position_ids"] = mrope_of_rank(wholes["position_ids"], params).to(device)
-    params.batch_digest = digest_of_batch(wholes) if digest is None else digest
-    return rows
+        whole = wholes["position_ids"] = mrope_rows(batch["position_ids"], total)
+        rows["position_ids"] = (
+            padded(whole[params.linear_tokens(whole.device)]).permute(2, 0, 1).contiguous().to(device)
+        )
+        # Rows of attention are others where linear layers have a layout of their own.
+        attended = torch.from_numpy(params.layout.tokens(rank)).to(whole.device)
+        params.mrope_positions = whole[attended].T.contiguous()
+    params.batch_digest = digest_of_batch(wholes) if batch_digest is None else batch_digest
+    return rows, params
 
 
 def digest_of_batch(wholes: Mapping[str, Tensor]) -> int | None:
@@ -184,41 +183,6 @@ def digest_of_batch(wholes: Mapping[str, Tensor]) -> int | None:
             return None
         digest = zlib.crc32(wholes[name].detach().contiguous().view(-1).view(torch.uint8).numpy().data, digest)
     return digest
-
-
-def rows_of_rank(whole: Tensor, params: PlannedBatchParams) -> Tensor:
-    """Return this rank's rows of a tensor over the tokens of the micro-batch, with rows of padding, which are zero.
-
-    Args:
-        whole: [T, ...].
-        params: parameters of the micro-batch.
-
-    Returns:
-        [1, rows, ...].
-    """
-    return _padded(whole[params.linear_tokens(whole.device)], params)
-
-
-def positions_of_rank(params: PlannedBatchParams, device: torch.device | str) -> Tensor:
-    """Return the positions of this rank's rows in their documents, int64 [1, rows]; 0 for rows of padding."""
-    return _padded(torch.from_numpy(params.linear.positions(params.rank)).to(device), params)
-
-
-def mrope_of_rank(whole: Tensor, params: PlannedBatchParams) -> Tensor:
-    """Return positions of time, height and width of this rank's rows, int64 [3, 1, rows]; 0 for padding.
-
-    The parameters get those of its rows of attention, which differ where linear layers have a layout of their own.
-
-    Args:
-        whole: of the micro-batch, [T, 3].
-        params: parameters of the micro-batch.
-    """
-    params.mrope_positions = whole[torch.from_numpy(params.layout.tokens(params.rank)).to(whole.device)].T.contiguous()
-    return rows_of_rank(whole, params).permute(2, 0, 1).contiguous()
-
-
-def _padded(rows: Tensor, params: PlannedBatchParams) -> Tensor:
-    return torch.nn.functional.pad(rows[None], (0, 0) * (rows.dim() - 1) + (0, params.linear_padding))
 
 
 def shift_labels(tokens: Tensor | np.ndarray, documents: Documents) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.megatron.adaptors.attentions import layer_attentions, with_model_sizes
-from mindspeed_cp.megatron.adaptors.batch import cut_batch, planned_params
+from mindspeed_cp.megatron.adaptors.batch import planned_batch
 from mindspeed_cp.megatron.adaptors.documents import CU_SEQLENS_KEYS, documents_of_batch, token_shape
 from mindspeed_cp.megatron.adaptors.packed import plan_cache
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
@@ -91,20 +91,21 @@ def planned_batch_from(
     documents = documents_of_batch(batch, shape, eod)
     topology = suite.topology if pool is None else pool
     plans = micro_batch_plans(documents, topology, attentions, suite, suite.options)
-    params = planned_params(
-        plans,
-        _rank(rank, suite),
-        rows_multiple=rows_multiple(config),
-        dropout_seed=dropout_seed,
-        pooled=pool is not None,
-    )
     passed = {name: value for name, value in batch.items() if name in pass_through or value is None}
     wholes = {
         name: _over_tokens(name, value, shape)
         for name, value in batch.items()
         if name not in (*passed, *DESCRIPTIONS, "position_ids")
     }
-    rows = cut_batch(wholes, batch["position_ids"] if is_mrope else None, params, batch_digest)
+    rows, params = planned_batch(
+        {**wholes, **({"position_ids": batch["position_ids"]} if is_mrope else {})},
+        plans,
+        _rank(rank, suite),
+        rows_multiple=rows_multiple(config),
+        dropout_seed=dropout_seed,
+        pooled=pool is not None,
+        batch_digest=batch_digest,
+    )
     return {**passed, **rows}, params
 
 
