@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import wraps
-from importlib import import_module
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,12 +20,10 @@ from torch import Tensor, nn
 from mindspeed_cp.engine import AttentionCheck, context_parallel_attention
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.integrations.huggingface.families import (
-    EXPANSION,
     FAMILIES,
     IMPLEMENTATION,
-    LATENT_MODELS,
     attention_config,
-    has_separate_expansion,
+    latent_layer,
     window_of_side,
 )
 from mindspeed_cp.integrations.huggingface.heads import check_calls
@@ -74,12 +71,9 @@ def register(check_attention: int | None = None) -> str:
 
 def keep_latents() -> None:
     """Let attention layers keep their latents where the plan of a call lets these travel; done once."""
-    for model_type, name in LATENT_MODELS.items():
-        if not has_separate_expansion(model_type):
-            continue
-        layer = getattr(import_module(f"transformers.models.{model_type}.modeling_{model_type}"), name)
-        if not getattr(layer.forward, "keeps_latents", False):
-            layer.forward = _keeping(layer.forward)
+    layer = latent_layer("deepseek_v3")
+    if layer is not None and not getattr(layer.forward, "keeps_latents", False):
+        layer.forward = _keeping(layer.forward)
 
 
 def _keeping(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,18 +83,14 @@ def _keeping(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: Any, *arguments: Any, **others: Any) -> Any:
         if not latents_travel(self, others.get("plan")):
             return forward(self, *arguments, **others)
-        setattr(self, EXPANSION, _unexpanded)
+        self.expand_kv = lambda latent, shared: (shared, latent)
         try:
             return forward(self, *arguments, **others)
         finally:
-            delattr(self, EXPANSION)
+            del self.expand_kv
 
     run.keeps_latents = True  # type: ignore[attr-defined]
     return run
-
-
-def _unexpanded(latent: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
-    return shared, latent
 
 
 @torch.compiler.disable(reason="plans are no tensors")

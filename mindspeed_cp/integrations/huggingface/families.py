@@ -232,20 +232,14 @@ def _heads(config: Any, tensor_parallel_size: int) -> tuple[int, int]:
     return heads // tensor_parallel_size, kv_heads // tensor_parallel_size
 
 
-#: model_type -> name of the class of its attention layers.
-LATENT_MODELS = {"deepseek_v3": "DeepseekV3Attention"}
-
-#: Name of that method.
-EXPANSION = "expand_kv"
-
-
 @cache
-def has_separate_expansion(model_type: str) -> bool:
-    """Return True if the installed transformers expands the latents of a model in a method of its own."""
-    if model_type not in LATENT_MODELS:
-        return False
+def latent_layer(model_type: str) -> Any:
+    """Return the attention layers' class of a model whose latents can travel: it expands them in a method `expand_kv`;
+    None for other models, and where the installed transformers has no such method."""
+    if model_type != "deepseek_v3":
+        return None
     try:
-        module = import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+        module = import_module("transformers.models.deepseek_v3.modeling_deepseek_v3")
     except ImportError:
-        return False
-    return hasattr(getattr(module, LATENT_MODELS[model_type]), EXPANSION)
+        return None
+    return module.DeepseekV3Attention if hasattr(module.DeepseekV3Attention, "expand_kv") else None

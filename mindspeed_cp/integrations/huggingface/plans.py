@@ -18,7 +18,7 @@ from mindspeed_cp.integrations.huggingface.families import (
     IMPLEMENTATION,
     attention_config,
     family_of,
-    has_separate_expansion,
+    latent_layer,
 )
 from mindspeed_cp.layout import Documents, Layout
 from mindspeed_cp.plan import AttentionConfig, Plan, Topology
@@ -102,7 +102,7 @@ def build_plans(
     if options.get("remap") == "hidden":
         raise ConfigError("remap is 'hidden'; valid for Hugging Face models: 'off', 'qkv', 'auto'")
     # With tensor parallelism kv_b_proj has its own way to add up gradients over the ranks.
-    has_latents = tensor_parallel_size == 1 and has_separate_expansion(config.model_type)
+    has_latents = tensor_parallel_size == 1 and latent_layer(config.model_type) is not None
     attentions = tuple(
         attention_config(
             config,

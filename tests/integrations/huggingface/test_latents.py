@@ -15,7 +15,7 @@ from torch import nn
 
 from mindspeed_cp import ConfigError, Documents, Topology
 from mindspeed_cp.integrations import huggingface as cp
-from mindspeed_cp.integrations.huggingface.families import has_separate_expansion
+from mindspeed_cp.integrations.huggingface.families import latent_layer
 from tests.integrations.huggingface import meshes
 from tests.integrations.huggingface.models import make_config, make_model, planned_step, reference_step, whole_batch
 
@@ -26,7 +26,7 @@ NAME, ON = "deepseek_v3", {"latents": "on"}
 reference = cache(reference_step)
 
 pytestmark = pytest.mark.skipif(
-    not has_separate_expansion(NAME), reason="this transformers expands latents inside its attention's forward"
+    latent_layer(NAME) is None, reason="this transformers expands latents inside its attention's forward"
 )
 
 
