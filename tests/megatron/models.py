@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mindspeed_cp.megatron import megatron_imports
-from mindspeed_cp.megatron.patches.versions import PACKED
+from mindspeed_cp.megatron.patches.versions import IS_0_12
 
 with megatron_imports():
     from megatron.core.transformer.moe.moe_layer import MoESubmodules
@@ -33,7 +33,7 @@ YARN: dict[str, Any] = dict(
 #: No power of two, so ALiBi's slopes are those of four heads and two between them.
 SIX_HEADS: dict[str, Any] = dict(num_attention_heads=6, num_query_groups=2, kv_channels=6)
 
-NEEDS_PACKED = pytest.mark.skipif(not PACKED, reason="Megatron-core 0.12 refuses packed_seq_params there")
+NEEDS_PACKED = pytest.mark.skipif(IS_0_12, reason="Megatron-core 0.12 refuses packed_seq_params there")
 NEEDS_PLANNED_ROUTER = pytest.mark.skipif(
     not HAS_PLANNED_ROUTER, reason="Megatron-core 0.12 has no place for a router in the spec"
 )

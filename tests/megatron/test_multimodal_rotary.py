@@ -20,7 +20,7 @@ from mindspeed_cp.megatron import (
     planned_params,
 )
 from mindspeed_cp.megatron.adaptors.rotary import MultimodalRotary
-from mindspeed_cp.megatron.patches.versions import PACKED
+from mindspeed_cp.megatron.patches.versions import IS_0_12
 from tests.megatron.gpt import (
     Case,
     Suite,
@@ -64,7 +64,7 @@ CASES = {
     "planned from cu_seqlens": Case((RAGGED,), packed="whole", **MODEL, config=CONFIG),
     "full recompute": Case((RAGGED,), **MODEL, config={**CONFIG, **FULL}),
 }
-if PACKED:
+if not IS_0_12:
     CASES["multi-token prediction"] = Case((RAGGED,), **MODEL, config={**CONFIG, "mtp_num_layers": 2})
 
 

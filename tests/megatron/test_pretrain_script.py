@@ -18,7 +18,7 @@ import pytest
 
 from mindspeed_cp.megatron import megatron_imports
 from mindspeed_cp.megatron.patches.imports import parse_version
-from mindspeed_cp.megatron.patches.versions import PACKED
+from mindspeed_cp.megatron.patches.versions import IS_0_12
 from tests.limits import HANG
 
 with megatron_imports():
@@ -141,7 +141,7 @@ def test_experts_over_the_context_ranks_train_as_one(folder: Path) -> None:
     assert_equal(losses(folder, 4, *EXPERTS, *flags), losses(folder, 1, *EXPERTS))
 
 
-HAS_BUILDER = PACKED and parse_version(megatron.core.__version__) < (0, 17)
+HAS_BUILDER = not IS_0_12 and parse_version(megatron.core.__version__) < (0, 17)
 
 
 @pytest.mark.thorough

@@ -26,9 +26,6 @@ from mindspeed_cp.megatron.patches.imports import parse_version
 #: True for the Megatron-core of MindSpeed's oldest line: modules take no process groups, they ask parallel_state.
 IS_0_12 = parse_version(megatron.core.__version__) == (0, 12)
 
-#: True if this Megatron predicts several tokens of packed documents.
-PACKED = not IS_0_12
-
 #: Argument by which modules are given process groups; None: there is none.
 GROUPS: str | None = None if IS_0_12 else "pg_collection"
 
