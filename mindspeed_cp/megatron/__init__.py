@@ -32,7 +32,7 @@ with megatron_imports():
     from mindspeed_cp.megatron.adaptors.batch import micro_batch_seed, planned_batch, planned_params, shift_labels
     from mindspeed_cp.megatron.adaptors.core_attention import PlannedAttention
     from mindspeed_cp.megatron.adaptors.local import local_mtp_spec, local_spec
-    from mindspeed_cp.megatron.adaptors.loss import check_tokens_per_step, loss_function
+    from mindspeed_cp.megatron.adaptors.loss import GlobalLoss, check_tokens_per_step, global_loss, loss_function
     from mindspeed_cp.megatron.adaptors.model import install_model
     from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
     from mindspeed_cp.megatron.adaptors.rotary import LatentRotary, PlannedRotary
@@ -45,6 +45,7 @@ with megatron_imports():
     from mindspeed_cp.megatron.patches.device_shim import megatron_on, megatron_on_cpu, megatron_on_npu
 
 __all__ = [
+    "GlobalLoss",
     "LatentRotary",
     "PlannedAttention",
     "PlannedBatchParams",
@@ -53,6 +54,7 @@ __all__ = [
     "attention_config",
     "check_model_config",
     "check_tokens_per_step",
+    "global_loss",
     "install",
     "install_model",
     "layer_attentions",

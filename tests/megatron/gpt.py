@@ -24,6 +24,7 @@ from mindspeed_cp import Documents, Topology, build_plan
 from mindspeed_cp.algorithms.linear_layout import with_linear_layout
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.megatron import (
+    global_loss,
     install,
     install_model,
     layer_attentions,
@@ -74,6 +75,8 @@ class Case:
 
     Attributes:
         batches: documents' lengths of each micro-batch, assigned to data-parallel ranks in turn.
+        qkv_format: "thd" or "sbhd" (one sequence for each document, all equally long).
+        carried: whether packed_seq_params are passed.
         masked: fraction of tokens, from the start of the batch, whose loss does not count.
         optimizer: "float32" or "distributed" to take steps; None to stop at the gradients.
         steps: how many times the batches are trained on.
@@ -87,6 +90,8 @@ class Case:
     """
 
     batches: tuple[tuple[int, ...], ...]
+    qkv_format: str = "thd"
+    carried: bool = True
     packed: str | None = None
     masked: float = 0.0
     optimizer: str | None = None
@@ -191,6 +196,8 @@ def lacks(config: Mapping[str, Any], case: Case | None = None) -> str | None:
         return (
             f"megatron-core {VERSION} norms latents beside queries that are not compressed by Transformer Engine alone"
         )
+    if case and config.get("multi_latent_attention") and case.qkv_format == "sbhd" and len(case.batches[0]) > 1:
+        return None if versions.latent_rows(2) is None else f"megatron-core {VERSION}: {versions.latent_rows(2)}"
     return None
 
 
@@ -332,19 +339,12 @@ def planned(case: Case, tp: int = 1, cp: int = 1, ep: int = 1) -> Outcome:
             forward_only=False,
         )
         norms += [] if optimizer is None else [float(optimizer.step()[1])]
-    loss, counted = global_loss(reports)
+    loss = global_loss(reports, parallel_state.get_data_parallel_group(with_context_parallel=True))
     tensors: dict[str, np.ndarray] = {}
     for name, p in model.named_parameters():
         local = p.detach() if optimizer is not None else p.main_grad
         tensors |= _whole(name.removeprefix("module."), p, local, config.num_moe_experts or 0)
-    return Outcome(loss, counted, tensors, tuple(norms), later_losses() if config.mtp_num_layers else ())
-
-
-def global_loss(reports: list[dict[str, torch.Tensor]]) -> tuple[float, int]:
-    """The mean loss of a step over all ranks, and its tokens, from what loss_function reports."""
-    total = sum((report["lm loss"].double() for report in reports), torch.zeros(2, dtype=torch.float64))
-    dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
-    return float(total[0] / total[1].clamp(min=1)), int(total[1])
+    return Outcome(loss.mean, loss.tokens, tensors, tuple(norms), later_losses() if config.mtp_num_layers else ())
 
 
 def later_losses() -> tuple[float, ...]:
@@ -385,7 +385,7 @@ def forward_step(
     if case.remap is not None:
         plans = [with_linear_layout(plan, case.remap) for plan in plans]
     batch, params = planned_batch(
-        whole, plans, rank, rows_multiple=rows_multiple(config),
+        whole, plans, rank, case.qkv_format, rows_multiple=rows_multiple(config),
         dropout_seed=micro_batch_seed(1, step * len(case.batches) + index),
     )  # fmt: skip
     losses = model(
@@ -393,7 +393,7 @@ def forward_step(
         batch["position_ids"],
         None,
         labels=batch["labels"],
-        packed_seq_params=params,
+        packed_seq_params=params if case.carried else None,
         **params.padding_arguments(model),
         **({"loss_mask": batch["loss_mask"]} if config.mtp_num_layers else {}),
     )

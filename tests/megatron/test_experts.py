@@ -8,14 +8,7 @@ import pytest
 import torch
 
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
-from mindspeed_cp.megatron import (
-    attention_config,
-    install,
-    install_model,
-    megatron_imports,
-    planned_batch,
-    planned_params,
-)
+from mindspeed_cp.megatron import install, install_model, megatron_imports, planned_params
 from mindspeed_cp.megatron.adaptors import params as params_module
 from tests.megatron.gpt import (
     Case,
@@ -80,9 +73,7 @@ def test_any_layout_equals_one_rank(layout: str, ranks: MegatronRanks, reference
 def test_on_one_rank_the_losses_of_the_router_are_megatrons(alone: None) -> None:
     """The same gradients as Megatron's own router, whose weights of the losses are right on one rank."""
     config = transformer_config(**EXPERTS)
-    documents, whole = data(Case(((24, 24),)), 0)
-    plan = build_plan(documents, Topology(1, 1), attention_config(config))
-    batch, params = planned_batch(whole, plan, 0)
+    documents, whole = data(Case(((24, 24),), qkv_format="sbhd"), 0)
     results = []
     for router in ("ours", TopKRouter):
         spec = install(layer_spec(config), Suite())
@@ -90,8 +81,8 @@ def test_on_one_rank_the_losses_of_the_router_are_megatrons(alone: None) -> None
             for layer in spec.layer_specs:
                 experts_of(layer).router = TopKRouter
         model = install_model(build(config, spec))
-        named = {"labels": batch["labels"], "packed_seq_params": params}
-        model(batch["tokens"], batch["position_ids"], None, **named).sum().backward()
+        tokens, labels = (whole[name].reshape(2, 24) for name in ("tokens", "labels"))
+        model(tokens, torch.arange(24).expand(2, 24), None, labels=labels).sum().backward()
         results.append({name: parameter.grad for name, parameter in model.named_parameters()})
     ours, theirs = results
     for name, gradient in theirs.items():
@@ -104,11 +95,9 @@ def test_rows_of_padding_do_not_count_for_the_bias_of_experts(alone: None) -> No
     more = dict(moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid")
     config = transformer_config(**{**EXPERTS, **more})
     model = install_model(build(config, install(layer_spec(config), Suite())))
-    plan = build_plan(Documents([7]), Topology(1, 1), attention_config(config))
-    batch, params = planned_batch({"tokens": torch.arange(7)}, plan, 0, rows_multiple=10)
+    tokens = torch.arange(10)[None]
     with torch.compiler.set_stance("force_eager"):
-        call = (batch["tokens"], batch["position_ids"], None)
-        model(*call, packed_seq_params=params, **params.padding_arguments(model))
+        model(tokens, tokens, None, padding_mask=tokens >= 7)
     for layer in model.decoder.layers:
         assert layer.mlp.router.local_tokens_per_expert.sum() == 7 * config.moe_router_topk
 

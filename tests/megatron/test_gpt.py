@@ -41,6 +41,8 @@ IGNORED: dict[str, dict[str, Any]] = {
 ALL_CASES = {
     "packed": Case((RAGGED,)),
     "two micro-batches": Case((RAGGED, MORE)),
+    "sbhd": Case(((29, 29),), qkv_format="sbhd"),
+    "sbhd without parameters": Case(((24, 24),), qkv_format="sbhd", carried=False),
     "selective recompute": Case((RAGGED,), config=SELECTIVE),
     "full recompute": Case((RAGGED,), config=FULL),
     "uneven mask": Case((RAGGED, MORE), masked=0.6),
@@ -59,7 +61,8 @@ ALL_CASES = {
     "ALiBi": Case((RAGGED, MORE), alibi=True, config=SIX_HEADS),
     "latent": Case((RAGGED, MORE), config={**LATENT, "q_lora_rank": None}),
     "latent, YaRN": Case((RAGGED, MORE), config={**LATENT, **LATENT_YARN}),
-    "latent, fully recomputed": Case((RAGGED,), config={**LATENT, **FULL}),
+    "latent, sbhd": Case(((29, 29),), qkv_format="sbhd", config=LATENT),
+    "latent, one sequence, fully recomputed": Case(((29,),), qkv_format="sbhd", config={**LATENT, **FULL}),
     "YaRN": Case((RAGGED,), model=dict(position_embedding_type="yarn"), config=YARN),
     "dropout": Case((RAGGED, MORE), config=DROPOUT),
     "dropout, selective recompute": Case((RAGGED, MORE), config={**DROPOUT, **SELECTIVE}),

@@ -31,8 +31,9 @@ ALL_CASES = {
         (RAGGED,), config={**LATENT, "q_lora_rank": None, "qk_layernorm": True}, **ON
     ),
     "YaRN": Case((RAGGED,), config={**LATENT, **LATENT_YARN}, **ON),
+    "sbhd": Case(((29, 29),), qkv_format="sbhd", config=LATENT, **ON),
     "core attention recomputed": Case((RAGGED,), config={**LATENT, **SELECTIVE}, **ON),
-    "fully recomputed": Case((RAGGED,), config={**LATENT, **FULL}, **ON),
+    "fully recomputed": Case(((29,),), qkv_format="sbhd", config={**LATENT, **FULL}, **ON),
     "hierarchical": Case((RAGGED, MORE), algorithm="hierarchical", config=LATENT, **ON),
     "dropout, fully recomputed": Case((RAGGED,), config={**LATENT, **FULL, "attention_dropout": 0.3}, **ON),
     "distributed optimizer": Case((RAGGED, MORE), optimizer="distributed", steps=2, config=LATENT, **ON),

@@ -62,6 +62,8 @@ CASES = available(
         "nothing counts": Case((RAGGED,), masked=1.0, config=TWO),
         "ranks without tokens": Case(((1, 1), (1, 2, 1)), config=TWO),
         "learned positions": Case((RAGGED,), model=dict(position_embedding_type="learned_absolute"), config=TWO),
+        "sbhd": Case(((29, 29),), qkv_format="sbhd", config=TWO),
+        "sbhd without parameters": Case(((24, 24),), qkv_format="sbhd", carried=False, config=TWO),
         "cut by a data loader": Case(((24, 48, 12),), packed="document", config=TWO),
         "planned from cu_seqlens": Case((RAGGED,), packed="whole", config=TWO),
         "latent": Case((RAGGED,), config={**TWO, **LATENT}),
@@ -208,6 +210,8 @@ def test_rows_are_rolled_inside_documents(alone: None) -> None:
         assert torch.equal(rolls.roll(rows[None], 2, given)[0], expected)
         assert torch.equal(rolls.roll(rows.expand(3, 1, -1), 2, given), expected.expand(3, 1, -1))
         assert torch.equal(rolls.rows_of_documents(batch["tokens"], given), torch.ones(1, documents.tokens))
+    two = rolls.roll(torch.tensor([[1, 2, 3], [4, 5, 6]]), 1, None)
+    assert two.tolist() == [[2, 3, 0], [5, 6, 0]]
     assert float(rolls.total(torch.ones(3))) == 3.0
     assert float(rolls.total(torch.ones(301, dtype=torch.bfloat16))) == 301.0
     padding = torch.tensor([[False, True]])

@@ -58,6 +58,7 @@ CASES = {
     "zig-zag": Case((RAGGED, MORE), **MODEL, config=CONFIG),
     "balanced, linear layout": Case((RAGGED, MORE), **MODEL, config=CONFIG, remap="hidden", **BALANCED),
     "hierarchical": Case((RAGGED,), **MODEL, config=CONFIG, algorithm="hierarchical"),
+    "sbhd": Case(((29, 29),), qkv_format="sbhd", **MODEL, config=CONFIG),
     "ranks without tokens": Case(((1, 1), (1, 2, 1)), **MODEL, config=CONFIG),
     "cut by a data loader": Case(((24, 48, 12),), packed="document", **MODEL, config=CONFIG),
     "padded by a data loader": Case((RAGGED,), packed="padded", **MODEL, config=CONFIG),
@@ -90,7 +91,7 @@ def test_rotation_is_megatrons_to_the_bit(variant: str, dtype: torch.dtype, alon
             batches = [planned_batch({"position_ids": positions}, plan, rank) for rank in range(ranks)]
             parts = [rotary.rotate(plan.layout.shard(x, rank), params) for rank, (_, params) in enumerate(batches)]
             assert torch.equal(plan.layout.unshard(parts), expected)
-            rows = [batch["position_ids"][:, 0, : params.linear_rows].T for batch, params in batches]
+            rows = [batch["position_ids"][:, 0, : params.linear_length].T for batch, params in batches]
             assert torch.equal(plan.batch_layout.unshard(rows), positions.T)
 
 
@@ -99,11 +100,12 @@ def runs(ranks: MegatronRanks) -> Runs:
     return Runs(ranks, CASES)
 
 
-def test_one_rank_equals_megatrons_own_mrope(runs: Runs) -> None:
+@pytest.mark.parametrize("name", ["zig-zag", "sbhd"])
+def test_one_rank_equals_megatrons_own_mrope(name: str, runs: Runs) -> None:
     """Each document alone, through Megatron's own module and attention."""
-    outcome = runs.alone("zig-zag")
+    outcome = runs.alone(name)
     with one_rank():
-        assert_equal(outcome, plain(CASES["zig-zag"]))
+        assert_equal(outcome, plain(CASES[name]))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -104,7 +104,7 @@ def test_nothing_is_kept_of_parameters_that_are_gone(alone: None) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (dict(qkv_format="sbhd"), "packed_seq_params.qkv_format is 'sbhd'; valid: 'thd', all documents in one packed row"),
+        (dict(qkv_format="sbhd"), "packed_seq_params.qkv_format is 'sbhd'; valid without a plan: 'thd'"),
         (dict(cu_seqlens_q=None, cu_seqlens_kv=None), "packed_seq_params has no cu_seqlens_q; valid: 0, then the end"),
         (dict(cu_seqlens_kv=ends([10, 18])), "cu_seqlens_kv differs from cu_seqlens_q; valid: equal, as .* self-atten"),
         (dict(cu_seqlens_q=ends([8, 20]) + 1), "packed_seq_params.cu_seqlens_q: cu_seqlens starts at 1"),

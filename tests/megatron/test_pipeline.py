@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mindspeed_cp.megatron import (
+    global_loss,
     install,
     install_model,
     megatron_compat,
@@ -23,7 +24,6 @@ from tests.megatron.gpt import (
     build,
     destroy_groups,
     forward_step,
-    global_loss,
     layer_spec,
     seed_generators,
     transformer_config,
@@ -80,10 +80,10 @@ def run_stage(
                 micro_batch_size=1,
                 forward_only=False,
             )
-            loss, tokens = global_loss(reports)
+            loss = global_loss(reports, parallel_state.get_data_parallel_group(with_context_parallel=True))
             parameters: list[Any] = [parameter for name, parameter in model.named_parameters() if only in name]
             squares = sum(float(parameter.main_grad.double().square().sum()) for parameter in parameters)
-            return last, loss, tokens, squares
+            return last, loss.mean, loss.tokens, squares
         finally:
             destroy_groups()
 

@@ -92,8 +92,8 @@ class PackedPlanner:
         suite = self.suite
         if given.qkv_format != "thd":
             raise ConfigError(
-                f"packed_seq_params.qkv_format is {given.qkv_format!r}; valid: 'thd', all documents in one packed "
-                "row, whose lengths they say"
+                f"packed_seq_params.qkv_format is {given.qkv_format!r}; valid without a plan: 'thd'; for other formats "
+                "pass planned_params(plan, rank, 'sbhd')"
             )
         local = getattr(given, "local_cp_size", None)
         own_group = getattr(given, "cp_group", None)

@@ -9,7 +9,6 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor, nn
@@ -19,6 +18,7 @@ from mindspeed_cp.engine.attention_check import AttentionCheck
 from mindspeed_cp.engine.call_agreement import CallAgreement
 from mindspeed_cp.layout import Layout, padding_rows
 from mindspeed_cp.megatron.adaptors.attentions import computes_the_same
+from mindspeed_cp.megatron.adaptors.pool_groups import PoolGroups
 
 
 class RotaryTripwire:
@@ -37,21 +37,6 @@ class RotaryTripwire:
     rank = __getitem__ = __floordiv__ = size
 
 
-@dataclass(frozen=True)
-class PoolGroups:
-    """Process groups of a pool of some data-parallel replicas; Megatron has those of a pool of all.
-
-    Attributes:
-        plan: context-parallel ranks of its replicas, numbered replica by replica, of one tensor-parallel number: the
-            ranks of a plan.
-        tensor: these with all their tensor-parallel ranks, numbered tensor-parallel first, between which hidden states
-            move under sequence parallelism; None without it.
-    """
-
-    plan: dist.ProcessGroup
-    tensor: dist.ProcessGroup | None = None
-
-
 @dataclass
 class PlannedBatchParams(PackedSeqParams):
     """PackedSeqParams that carry one micro-batch's plan; Megatron hands them unchanged to every attention layer.
@@ -66,6 +51,7 @@ class PlannedBatchParams(PackedSeqParams):
         pooled: the plan is over the pool: the context-parallel ranks of all data-parallel replicas, replica by replica,
             which all hold a part of the same micro-batch.
         pool_groups: groups of a pool of some of these replicas; None: of all.
+        batch_size: b of "sbhd"; 1 for "thd".
         rows_multiple: divisor of this rank's rows with padding.
         dropout_seed: seed of this micro-batch; with the number of a layer it decides which attention weights are
             dropped. None without dropout.
@@ -83,6 +69,7 @@ class PlannedBatchParams(PackedSeqParams):
     plans: tuple[Plan, ...] = ()
     rank: int = 0
     pooled: bool = False
+    batch_size: int = 1
     rows_multiple: int = 1
     dropout_seed: int | None = None
     mrope_positions: Tensor | None = field(default=None, repr=False, compare=False)
@@ -107,25 +94,30 @@ class PlannedBatchParams(PackedSeqParams):
 
     @property
     def rows(self) -> int:
-        """Rows of attention on this rank, without padding."""
+        """Rows of attention on this rank, over the whole batch, without padding."""
         return int(self.layout.token_counts[self.rank])
 
     @property
-    def padding(self) -> int:
-        """Rows added behind this rank's rows, outside every document: their attention output is zero. Not needed for
-        any document's length, only for `rows_multiple` and for a rank that holds no token: Megatron's own attention
-        cannot reshape a tensor without rows."""
-        return int(padding_rows(np.array(self.rows), self.rows_multiple))
+    def length(self) -> int:
+        """Rows of attention of each of the b rows on this rank, without padding."""
+        return self.rows // self.batch_size
 
     @property
-    def linear_rows(self) -> int:
-        """`rows` of linear layers."""
-        return int(self.linear.token_counts[self.rank])
+    def padding(self) -> int:
+        """Rows added at the end of each of the b rows, outside every document: their attention output is zero. Not
+        needed for any document's length, only for `rows_multiple` and for a rank that holds no token: Megatron's own
+        attention cannot reshape a tensor without rows."""
+        return int(padding_rows(np.array(self.length), self.rows_multiple))
+
+    @property
+    def linear_length(self) -> int:
+        """`length` of linear layers."""
+        return int(self.linear.token_counts[self.rank]) // self.batch_size
 
     @property
     def linear_padding(self) -> int:
         """`padding` of linear layers."""
-        return int(padding_rows(np.array(self.linear_rows), self.rows_multiple))
+        return int(padding_rows(np.array(self.linear_length), self.rows_multiple))
 
     @property
     def positions(self) -> Tensor:
@@ -139,12 +131,13 @@ class PlannedBatchParams(PackedSeqParams):
         return self.token_indices[device]
 
     def padding_mask(self, device: torch.device | str | None = None) -> Tensor:
-        """Return True for rows of padding of linear layers, bool [1, linear_rows + linear_padding].
+        """Return True for rows of padding of linear layers, bool [batch_size, linear_length + linear_padding].
 
         The first pipeline stage of a GPTModel with experts takes it, so that its router counts real tokens only;
         :meth:`padding_arguments` has what any stage takes.
         """
-        return (torch.arange(self.linear_rows + self.linear_padding, device=device) >= self.linear_rows)[None]
+        rows = torch.arange(self.linear_length + self.linear_padding, device=device)
+        return (rows >= self.linear_length).expand(self.batch_size, -1).contiguous()
 
     def padding_arguments(self, model: nn.Module) -> dict[str, Tensor]:
         """Return {"padding_mask": mask} for the call of a model, or {} if it needs none::
@@ -176,19 +169,32 @@ class PlannedBatchParams(PackedSeqParams):
         return next((plan for plan in self.plans if computes_the_same(plan.attention, attention)), None)
 
     def to_rows(self, x: Tensor, name: str) -> Tensor:
-        """Return the plan's rows [rows, heads, dim] of [t, heads, dim], without padding.
+        """Convert [s, b, heads, dim], for "thd" [t, heads, dim], to the plan's rows [rows, heads, dim] without padding.
 
         Raises:
             ConfigError: the shape is not that of this rank's rows.
         """
-        if x.dim() != 3 or len(x) != self.rows + self.padding:
+        length = self.length
+        expected = [length + self.padding] if self.qkv_format == "thd" else [length + self.padding, self.batch_size]
+        if self.qkv_format == "sbhd" and self.batch_size == 1 and x.dim() == 3:
+            x = x.unsqueeze(1)  # Megatron 0.12 drops the dimension of one sequence
+        if list(x.shape[:-2]) != expected:
+            shape = ", ".join([*map(str, expected), "heads", "dim"])
             raise ConfigError(
-                f"{name} has shape {list(x.shape)}, but rank {self.rank} of the plan has [{self.rows + self.padding}, "
-                f"heads, dim], {self.padding} rows of padding included; slice the batch with the same plan, rank and "
+                f"{name} has shape {list(x.shape)}, but in format {self.qkv_format!r} rank {self.rank} of the plan has "
+                f"[{shape}], {self.padding} rows of padding included; slice the batch with the same plan, rank and "
                 "options as its parameters: planned_batch does both"
             )
-        return x[: self.rows]
+        if self.qkv_format == "thd":
+            return x[:length]
+        return x[:length].transpose(0, 1).reshape(self.rows, *x.shape[2:])
 
     def from_rows(self, x: Tensor) -> Tensor:
-        """Return rows in Megatron's shape, [t, heads * dim]; padding is zero."""
-        return torch.nn.functional.pad(x.flatten(1), (0, 0, 0, self.padding))
+        """Convert rows to Megatron's shape, [t, heads * dim] or [s, b, heads * dim]; padding is zero."""
+        if self.qkv_format == "thd":
+            out = x.flatten(1)
+        else:
+            out = x.reshape(self.batch_size, self.length, x.shape[1] * x.shape[2]).transpose(0, 1)
+        if self.padding:
+            out = torch.cat([out, out.new_zeros(self.padding, *out.shape[1:])])
+        return out
