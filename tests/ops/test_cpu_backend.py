@@ -36,7 +36,7 @@ def run(attention, tiles, heads, q, k, v, dout, slots, strip_rows=64, key=KEY):
 
     def lowered(direction):
         with strips_of(strip_rows):
-            return lower_to_kernel_calls(tiles, len(q), attention, Upcasts.of(direction, attention, q.dtype))
+            return lower_to_kernel_calls(tiles, attention, Upcasts.of(direction, attention, q.dtype))
 
     key = key if attention.dropout else None
     q_heads, theirs = (slice(*x) for x in (heads.q, heads.kv))

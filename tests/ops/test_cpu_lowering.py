@@ -111,7 +111,7 @@ def test_calls_hold_every_visible_pair_of_a_slot_once(problem: Any, rows: int) -
     sees = (q_doc[:, None] == k_doc) & (away <= left) & (away >= -right)
     count, written = np.zeros(sees.shape, int), np.zeros(len(q_doc), bool)
     with strips_of(rows):
-        calls = lower_to_kernel_calls(tiles, len(q_doc), attention, NATIVE_BF16["forward"]).get((0, 0), [])
+        calls = lower_to_kernel_calls(tiles, attention, NATIVE_BF16["forward"]).get((0, 0), [])
     for call in calls:
         part, distance = sees[call.q, call.k], away[call.q, call.k]
         assert part.shape == (call.rows, call.keys) and part.any(1).all()
@@ -147,7 +147,7 @@ def test_plain_tiles_are_one_call_and_the_first_on_its_rows_stores() -> None:
     tiles = np.concatenate(
         [tile(0, 2000, 0, 2000, CAUSAL), tile(2000, 90, 2000, 90, CAUSAL), tile(0, 2000, 0, 80, FULL, 1, 1)]
     )
-    calls = lower_to_kernel_calls(tiles, 2090, PLAIN, NATIVE_BF16["forward"])
+    calls = lower_to_kernel_calls(tiles, PLAIN, NATIVE_BF16["forward"])
     assert [(c.kind, c.stores) for c in calls[0, 0]] == [(MaskKind.CAUSAL, True)] * 2
     assert calls[1, 1] == [KernelCall(slice(0, 2000), slice(0, 80), MaskKind.PLAIN, stores=False, upcast=True)]
 
@@ -158,7 +158,7 @@ def test_plain_tiles_are_one_call_and_the_first_on_its_rows_stores() -> None:
 def test_a_causal_rectangle_is_one_call_while_it_is_small(rows: int, kinds: list[MaskKind]) -> None:
     """Of joined runs too, whose first positions say nothing about the others."""
     tiles = tile(0, rows, 0, rows + 500, CAUSAL, q_pos=7, k_pos=3)
-    (calls,) = lower_to_kernel_calls(tiles, rows, PLAIN, NATIVE_BF16["forward"]).values()
+    (calls,) = lower_to_kernel_calls(tiles, PLAIN, NATIVE_BF16["forward"]).values()
     assert [c.kind for c in calls] == kinds
     assert calls[-1].q_pos - calls[-1].k_pos == (500 if len(calls) == 1 else 0)
 
@@ -168,14 +168,14 @@ def test_a_window_is_few_calls_that_compute_little_in_vain(width: int) -> None:
     attention, documents = AttentionConfig(8, 8, 64, window=(width - 1, 0)), Documents([16384])
     whole = np.array([(0, 0, 0, 16384)], TOKEN_SPAN)
     tiles = tiles_between(whole, whole, documents, attention)
-    (calls,) = lower_to_kernel_calls(tiles, 16384, attention, NATIVE_BF16["forward"]).values()
+    (calls,) = lower_to_kernel_calls(tiles, attention, NATIVE_BF16["forward"]).values()
     computed = sum(c.rows * c.keys for c in calls)
     assert len(calls) <= 16384 / 64 and computed <= 16384 * max(1.4 * width, width + 64)
 
 
 def upcasts(tiles: np.ndarray, rule: Upcasts) -> list[bool]:
     """Which calls of a step are in fp32."""
-    calls = lower_to_kernel_calls(tiles, 4096, PLAIN, rule)
+    calls = lower_to_kernel_calls(tiles, PLAIN, rule)
     return [call.upcast for of_slot in calls.values() for call in of_slot]
 
 
@@ -205,7 +205,7 @@ def test_a_cpu_without_bf16_instructions_computes_in_fp32(monkeypatch: pytest.Mo
 
 
 def test_no_tiles_are_no_calls() -> None:
-    assert lower_to_kernel_calls(np.empty(0, TILE), 0, PLAIN, NATIVE_BF16["forward"]) == {}
+    assert lower_to_kernel_calls(np.empty(0, TILE), PLAIN, NATIVE_BF16["forward"]) == {}
 
 
 def one_by_one(tiles: np.ndarray, rows: int, attention: AttentionConfig, rule: Upcasts) -> dict[Any, list[KernelCall]]:
@@ -250,7 +250,7 @@ def test_tiles_of_plans_lowered_at_once_are_those_lowered_one_by_one(
     plan = build_plan(Documents(lengths), Topology(*topology), attention, algorithm, layout=layout)
     for rank in range(plan.ranks):
         tiles, rows = getattr(plan, direction).tiles(rank), int(plan.q_layout_compute.token_counts[rank])
-        got = lower_to_kernel_calls(tiles, rows, attention, NATIVE_BF16[direction])
+        got = lower_to_kernel_calls(tiles, attention, NATIVE_BF16[direction])
         want = one_by_one(tiles, rows, attention, NATIVE_BF16[direction])
         assert got == want and list(got) == list(want)
 
@@ -274,7 +274,7 @@ def test_tiles_that_overlap_lowered_at_once_are_those_lowered_one_by_one(
     tiles: np.ndarray, kind: dict[str, Any], direction: str
 ) -> None:
     attention = AttentionConfig(12, **kind)
-    got = lower_to_kernel_calls(tiles, 600, attention, NATIVE_BF16[direction])
+    got = lower_to_kernel_calls(tiles, attention, NATIVE_BF16[direction])
     want = one_by_one(tiles, 600, attention, NATIVE_BF16[direction])
     assert got == want and list(got) == list(want)
 

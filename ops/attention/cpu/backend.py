@@ -38,13 +38,13 @@ class CpuAttention:
         self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype
     ) -> KernelCalls:
         """See the contract."""
-        return lower_to_kernel_calls(tiles, rows, attention, Upcasts.of("forward", attention, dtype))
+        return lower_to_kernel_calls(tiles, attention, Upcasts.of("forward", attention, dtype))
 
     def lower_backward(
         self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype
     ) -> KernelCalls:
         """See the contract."""
-        return lower_to_kernel_calls(tiles, rows, attention, Upcasts.of("backward", attention, dtype))
+        return lower_to_kernel_calls(tiles, attention, Upcasts.of("backward", attention, dtype))
 
     def prepare(
         self, calls: Sequence[KernelCall], attention: AttentionConfig, heads: Heads, device: torch.device

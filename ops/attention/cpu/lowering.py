@@ -137,12 +137,11 @@ class KernelCall(NamedTuple):
 KernelCalls = dict[tuple[int, int], list[KernelCall]]
 
 
-def lower_to_kernel_calls(tiles: np.ndarray, rows: int, attention: AttentionConfig, upcasts: Upcasts) -> KernelCalls:
+def lower_to_kernel_calls(tiles: np.ndarray, attention: AttentionConfig, upcasts: Upcasts) -> KernelCalls:
     """Return the calls for every (step, slot).
 
     Args:
         tiles: records of dtype TILE in execution order.
-        rows: number of the rank's queries.
         attention: configuration of the layer.
         upcasts: which calls are in fp32.
     """
