@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 import sys
@@ -136,7 +137,7 @@ def read_lengths(text: str) -> np.ndarray | None:
         if re.match(r"\s*\[?\s*[-+]?\d", text) and path.suffix == "":
             return read_numbers(text, f"--lengths {_shown(text)!r}")
         sets = ", ".join(length_names())
-        if text and path.is_dir():
+        if text and os.path.isdir(text):  # False also for what no file can be named
             raise ConfigError(f"--lengths {text}: is a folder; valid: {VALID_LENGTHS}")
         if path.name != text or path.suffix:
             raise ConfigError(f"--lengths {text}: no such file; valid: {VALID_LENGTHS}; sets: {sets}")

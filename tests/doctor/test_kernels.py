@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from mindspeed_cp.doctor import run_checks
 from mindspeed_cp.doctor.operator import DTYPES, LONG_CASES, SHORT_CASES, applies
 from mindspeed_cp.doctor.tables import report_tables
 from mindspeed_cp.ops.attention.cuda.backend import CudaAttention
+from mindspeed_cp.ops.attention.cuda.flash_operator import check_device, flash_attention_3
 from mindspeed_cp.report.text import Table, print_tables
 
 
@@ -28,12 +30,18 @@ def test_every_kernel_is_checked_by_some_case() -> None:
 
 
 @pytest.fixture
-def old_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def old_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One GPU, older than any that the kernels run on."""
+    caches = check_device, flash_attention_3  # other tests' GPUs have the same number
     for name, value in {
         "is_available": True, "device_count": 1, "get_device_name": "Tesla T4", "get_device_capability": (7, 5),
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
 
 
 @pytest.mark.usefixtures("old_gpu")
