@@ -138,6 +138,8 @@ def test_bytes_of_operations() -> None:
         with engine_bytes.Bytes() as counted:
             operation()
         moved = sum(
-            count for name, count in counted.moved.items() if not name.startswith(("arange", "lift", "_to_copy", "ones"))
+            count
+            for name, count in counted.moved.items()
+            if not name.startswith(("arange", "lift", "_to_copy", "ones"))
         )
         assert moved == wanted, (wanted, counted.moved)
