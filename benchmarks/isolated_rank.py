@@ -18,7 +18,14 @@ from torch import Tensor
 from mindspeed_cp.engine.rank_context import part_heads
 from mindspeed_cp.engine.rank_schedule import stores_all_rows
 from mindspeed_cp.layout import Layout, ragged_arange
-from mindspeed_cp.ops.attention import AttentionBackend, BackwardState, DropoutKey, ForwardState
+from mindspeed_cp.ops.attention import (
+    AttentionBackend,
+    BackwardState,
+    DropoutKey,
+    ForwardState,
+    GradientAccumulator,
+    OutputAccumulator,
+)
 from mindspeed_cp.plan import Plan, document_mask
 
 
@@ -82,10 +89,19 @@ def attend_virtually(
             isolated.forward()
             isolated.backward(part_dk, part_dv)
             index = rows[isolated.rows][:, None], torch.arange(*isolated.heads.q, device=q.device)
-            out[index], lse[index], dq[index] = isolated.state.out.to(q.dtype), isolated.state.lse, isolated.dq
+            out[index], lse[index] = isolated.result()
+            dq[index] = isolated.dq.result(torch.float32)
             ranks.append(isolated)
         dk[kv_rows], dv[kv_rows] = part_dk, part_dv
     return Virtual(out, lse, dq, dk, dv, ranks)
+
+
+class NanOutput(OutputAccumulator):
+    """An accumulator of outputs whose uninitialized memory is NaN."""
+
+    def _new(self) -> tuple[Tensor, Tensor]:
+        out, lse = super()._new()
+        return out.fill_(float("nan")) if self._stores_all_rows else out, lse
 
 
 class IsolatedRank:
@@ -96,7 +112,7 @@ class IsolatedRank:
         rows: tokens of its queries.
         heads: heads that it computes.
         state: state of its forward.
-        dq: fp32 gradient of its queries; filled by `backward`.
+        dq: gradient of its queries; filled by `backward`.
         calls: number of backend calls so far, in the forward and in the backward.
     """
 
@@ -118,16 +134,25 @@ class IsolatedRank:
         self._q, self._dout = (x[self.rows][:, heads].contiguous() for x in (q, dout))
         self._k, self._v = (x[:, self._kv_heads] for x in (k, v))
         self._tiles = {direction: getattr(plan, direction).tiles(rank) for direction in ("forward", "backward")}
-        initial = float("nan") if stores_all_rows(self._tiles["forward"], len(self.rows)) else 0.0
-        self.state = ForwardState(
-            self._q,
-            q.new_full((len(self.rows), self._q.shape[1], v.shape[2]), initial, dtype=torch.float32),
-            q.new_full(self._q.shape[:2], float("-inf"), dtype=torch.float32),
-            self.heads,
-            key,
-        )
-        self.dq = torch.zeros_like(self._q, dtype=torch.float32)
+        self._stores_all_rows = stores_all_rows(self._tiles["forward"], len(self.rows))
+        self._key = key
         self.calls = [0, 0]
+        self.start()
+
+    def start(self) -> None:
+        """Forget all results."""
+        output = NanOutput(self._q, self._v.shape[2], self._stores_all_rows)
+        self.state = ForwardState(self._q, output, self.heads, self._key)
+        self.dq = GradientAccumulator(self._q)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """Return out of q's type, and lse."""
+        return self.state.output.result(self._q.dtype)
+
+    def backward_state(self) -> BackwardState:
+        """Return the state of the backward of the forward that has run."""
+        s = self.state
+        return BackwardState(s.q, *self.result(), self._dout, self.dq, s.heads, s.dropout, s.saved)
 
     def forward(self) -> None:
         """Run the forward; fills `state`."""
@@ -137,15 +162,12 @@ class IsolatedRank:
 
     def backward(self, dk: Tensor, dv: Tensor) -> None:
         """Run the backward; fills `dq` and adds to dk and dv of the batch."""
-        s = self.state
-        backward_state = BackwardState(
-            s.q, s.out.to(s.q.dtype), s.lse, self._dout, self.dq, s.heads, s.dropout, s.saved
-        )
+        backward_state = self.backward_state()
         for calls, k, v, rows, tokens in self.slot_calls("backward"):
-            parts = [torch.zeros_like(x, dtype=torch.float32) for x in (k, v)]
+            parts = [GradientAccumulator(x) for x in (k, v)]
             self._backend.backward(calls, self._plan.attention, backward_state, k, v, parts[0], parts[1])
             for total, part in zip((dk, dv), parts, strict=True):
-                total[:, self._kv_heads] = total[:, self._kv_heads].index_add(0, tokens, part[rows])
+                total[:, self._kv_heads] = total[:, self._kv_heads].index_add(0, tokens, part.rows(rows, torch.float32))
             self.calls[1] += len(calls)
 
     def slot_calls(self, direction: str) -> Iterator[tuple[Any, Tensor, Tensor, Tensor, Tensor]]:

@@ -26,7 +26,14 @@ from torch import Tensor
 from benchmarks.timing import Arguments, machine_name, peak_bytes, time_in_turn
 from mindspeed_cp.ascend_kernels.merge import merge_parts_
 from mindspeed_cp.layout import TOKEN_SPAN, Documents
-from mindspeed_cp.ops.attention import BackwardState, ForwardState, Heads, get_backend
+from mindspeed_cp.ops.attention import (
+    BackwardState,
+    ForwardState,
+    GradientAccumulator,
+    Heads,
+    OutputAccumulator,
+    get_backend,
+)
 from mindspeed_cp.ops.attention.cuda.backend import CudaAttention
 from mindspeed_cp.plan import AttentionConfig
 from mindspeed_cp.plan.tiles import tiles_between
@@ -45,7 +52,6 @@ class AttentionWork:
     Attributes:
         calls: calls of both directions; may be replaced.
         qkv: inputs.
-        buffers: accumulators of outputs and gradients, fp32.
     """
 
     def __init__(
@@ -71,27 +77,29 @@ class AttentionWork:
         shapes = [(documents.tokens, n, attention.head_dim) for n in (attention.heads, *[attention.kv_heads] * 2)]
         self.qkv = [torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes]
         dout = torch.randn(shapes[0], device=device, dtype=torch.bfloat16)
-        out, lse = torch.zeros(shapes[0], device=device), torch.empty(shapes[0][:2], device=device)
-        dq, dk, dv = (torch.zeros(shape, device=device) for shape in shapes)
-        self.buffers = [out, lse, dq, dk, dv]
-        key = (0, 0) if attention.dropout else None
-        self._forward_state = ForwardState(self.qkv[0], out, lse, heads, key)
+        self._dout, self._heads, self._key = dout, heads, (0, 0) if attention.dropout else None
         self.forward()
-        self._backward_state = BackwardState(self.qkv[0], out.to(dout.dtype), lse, dout, dq, heads, key)
 
     def forward(self) -> None:
         """Run the forward."""
-        self._forward_state.lse.fill_(-torch.inf)
-        self._backend.forward(self.calls[0], self._attention, self._forward_state, *self.qkv[1:])
+        q, k, v = self.qkv
+        self._forward_state = ForwardState(q, OutputAccumulator(q, v.shape[-1]), self._heads, self._key)
+        self._backend.forward(self.calls[0], self._attention, self._forward_state, k, v)
 
     def backward(self) -> None:
-        """Run the backward."""
-        self._backend.backward(self.calls[1], self._attention, self._backward_state, *self.qkv[1:], *self.buffers[3:])
+        """Run the backward, and round the gradients."""
+        q, k, v = self.qkv
+        out, lse = self._forward_state.output.result(q.dtype)
+        dq, dk, dv = (GradientAccumulator(x) for x in self.qkv)
+        saved = self._forward_state.saved
+        state = BackwardState(q, out, lse, self._dout, dq, self._heads, self._key, saved)
+        self._backend.backward(self.calls[1], self._attention, state, k, v, dk, dv)
+        for gradient in (dq, dk, dv):
+            gradient.result(q.dtype)
 
     def both(self) -> None:
         """Run the forward, round its output, and run the backward."""
         self.forward()
-        self._backward_state.out.copy_(self._forward_state.out)
         self.backward()
 
 
@@ -179,7 +187,7 @@ def bias(config: AttentionConfig, tokens: int, device: torch.device, repeat: int
     runs: dict[str, Callable[[], object]] = {"ours": ours.both, "scaled_dot_product_attention, dense bias": dense}
     if device.type == "cuda":
         runs["FlexAttention"] = flex(leaves, dout, slopes, tokens)
-    held = {"ours": sum(4 * x.numel() for x in ours.buffers), **dict.fromkeys([*runs][1:], 0)}
+    held = dict.fromkeys(runs, 0)
     held["scaled_dot_product_attention, dense bias"] = 2 * matrix.numel()
     times = time_in_turn(runs, device, repeat)
     return [

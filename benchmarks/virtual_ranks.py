@@ -4,9 +4,9 @@
         [--dim 128] [--algorithm ring] [--lengths wikipedia] [--repeat 9] [--skip-packed] [--json FILE]
 
 The time of a rank is its attention in all steps, with merges and copies of rows. It excludes messages, filling their
-buffers, summing gradients of keys over steps, and the last rounding. Ideal: the flash attention of the device, once on
-the whole batch with 1/ranks of the heads (on a CPU, whose kernel has no packed sequences, once for each document).
-Efficiency: time of the ideal over that of the slowest rank.
+buffers, summing gradients of keys over steps, and the last rounding of gradients. Ideal: the flash attention of the
+device, once on the whole batch with 1/ranks of the heads (on a CPU, whose kernel has no packed sequences, once for each
+document). Efficiency: time of the ideal over that of the slowest rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.timing import machine_name, time_in_turn
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology, build_plan, context_parallel_attention
 from mindspeed_cp.cli.lengths import draw_batches
 from mindspeed_cp.engine import prepare
-from mindspeed_cp.ops.attention import BackwardState, get_backend
+from mindspeed_cp.ops.attention import GradientAccumulator, get_backend
 from mindspeed_cp.ops.attention.cuda.flash_operator import AtenFlashOperator, FlashArguments
 from mindspeed_cp.plan import document_mask
 
@@ -78,24 +78,19 @@ class PartWork:
         self.plan, self.backend = plan, backend
         self.rank = IsolatedRank(plan, rank, backend, *inputs, None)
         self.slot_calls = {direction: list(self.rank.slot_calls(direction)) for direction in DIRECTIONS}
-        self.grads = [
-            [torch.zeros_like(x, dtype=torch.float32) for x in (k, v)] for _, k, v, *_ in self.slot_calls["backward"]
-        ]
 
     def forward(self) -> None:
         """Run the forward of all steps."""
-        state = self.rank.state
-        state.lse.fill_(-torch.inf)
+        self.rank.start()
         for calls, k, v, *_ in self.slot_calls["forward"]:
-            self.backend.forward(calls, self.plan.attention, state, k, v)
+            self.backend.forward(calls, self.plan.attention, self.rank.state, k, v)
 
     def both(self) -> None:
         """Run forward and backward of all steps."""
         self.forward()
-        s = self.rank.state
-        out = s.out.to(s.q.dtype)
-        state = BackwardState(s.q, out, s.lse, out, self.rank.dq, s.heads)
-        for (calls, k, v, *_), (dk, dv) in zip(self.slot_calls["backward"], self.grads, strict=True):
+        state = self.rank.backward_state()
+        for calls, k, v, *_ in self.slot_calls["backward"]:
+            dk, dv = GradientAccumulator(k), GradientAccumulator(v)
             self.backend.backward(calls, self.plan.attention, state, k, v, dk, dv)
 
 

@@ -26,6 +26,6 @@ def put_rows(x: Tensor, rows: RowIndex, values: Tensor | float) -> None:
     if isinstance(rows, slice):
         x[rows] = values
     elif isinstance(values, Tensor):
-        x.index_copy_(0, rows, values)
+        x.index_copy_(0, rows, values.to(x.dtype))
     else:  # not index_fill_: where CANN lacks it, torch_npu reads every row number back from the device
         x.index_copy_(0, rows, full_like(x[:1], values).expand(len(rows), *x.shape[1:]))

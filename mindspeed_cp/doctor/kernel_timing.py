@@ -18,7 +18,14 @@ from mindspeed_cp.cluster.calibration import Measurement
 from mindspeed_cp.cluster.compute import ATTENTION_BACKWARD
 from mindspeed_cp.doctor.machine import synchronize
 from mindspeed_cp.layout import TOKEN_SPAN, Documents
-from mindspeed_cp.ops.attention import BackwardState, ForwardState, Heads, get_backend
+from mindspeed_cp.ops.attention import (
+    BackwardState,
+    ForwardState,
+    GradientAccumulator,
+    Heads,
+    OutputAccumulator,
+    get_backend,
+)
 from mindspeed_cp.plan import AttentionConfig
 from mindspeed_cp.plan.tiles import count_pairs, tiles_between
 
@@ -132,18 +139,15 @@ def attention_call(device: torch.device, sizes: KernelSizes, queries: int, keys:
         random(keys, kv, dim),
         random(queries, heads, dim),
     )
-    out = torch.zeros(queries, heads, dim, device=device)
-    lse = torch.full((queries, heads), float("-inf"), device=device)
-    state = ForwardState(q, out, lse, Heads.all(config))
     forward = runner.lower_forward(tiles, queries, config, sizes.dtype)[0, 0]
-    runner.forward(forward, config, state, k, v)
-    dq, dk, dv = (torch.zeros(x.shape, device=device) for x in (q, k, v))
-    back = BackwardState(q, out.to(sizes.dtype), lse.clone(), dout, dq, state.heads, saved=state.saved)
     backward = runner.lower_backward(tiles, queries, config, sizes.dtype)[0, 0]
     flops = 4.0 * pairs * heads * dim * (1.0 + ATTENTION_BACKWARD)
 
     def run() -> None:
+        state = ForwardState(q, OutputAccumulator(q, dim), Heads.all(config))
         runner.forward(forward, config, state, k, v)
+        dq, dk, dv = (GradientAccumulator(x) for x in (q, k, v))
+        back = BackwardState(q, *state.output.result(sizes.dtype), dout, dq, state.heads, saved=state.saved)
         runner.backward(backward, config, back, k, v, dk, dv)
 
     return TimedCall(Measurement("attention", 1.0, flops=flops, short_side=float(min(queries, keys)), calls=2.0), run)

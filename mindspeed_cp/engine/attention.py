@@ -20,7 +20,14 @@ from mindspeed_cp.engine.rank_parts import REDISTRIBUTION_TAGS, join_rows
 from mindspeed_cp.engine.rank_schedule import RankSchedule
 from mindspeed_cp.engine.recorder import RecordedCall, recorded_call
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.ops.attention import AttentionBackend, BackwardState, ForwardState, Heads
+from mindspeed_cp.ops.attention import (
+    AttentionBackend,
+    BackwardState,
+    ForwardState,
+    GradientAccumulator,
+    Heads,
+    OutputAccumulator,
+)
 from mindspeed_cp.ops.attention.contract import DropoutKey, checked_dropout_key
 from mindspeed_cp.ops.attention.latent import LatentExpansion, checked_up_projection
 from mindspeed_cp.ops.attention.sink import add_sink, checked_sink, sink_gradient
@@ -284,17 +291,15 @@ def _forward_part(
     else:
         to_compute, label = (moves.q, moves.kv, moves.kv), "q, k and v to heads"
         q, k, v = yield from redistribute((q, k, v), to_compute, call.transport, label, part.tag, recorder)
-    empty = q.new_empty if schedule.stores_all_rows else q.new_zeros
-    out = empty((len(q), q.shape[1], attention.head_dim_v), dtype=torch.float32)
-    lse = q.new_full(q.shape[:2], float("-inf"), dtype=torch.float32)
-    state = ForwardState(q, out, lse, context.heads[index], call.dropout)
+    output = OutputAccumulator(q, attention.head_dim_v, schedule.stores_all_rows)
+    state = ForwardState(q, output, context.heads[index], call.dropout)
     reader = SlotReader(backend, attention, _expansion(weights, attention, state.heads))
     run = ProgramRun(schedule, k, v, call.transport, part.tag + REDISTRIBUTION_TAGS, recorder)
     yield from run.steps(partial(reader.forward, state=state))
     del run  # frees its buffers
     if weights.sink is not None:  # rows are complete: once for each, however many calls and ranks their keys were in
-        add_sink(out, lse, weights.sink[slice(*state.heads.q)])
-    out = out.to(q.dtype)
+        add_sink(*output.fp32(), weights.sink[slice(*state.heads.q)])
+    out, lse = output.result(q.dtype)
     saved = q, k, v, out, lse
     if moves.q_adjoint is None:
         yield ()
@@ -332,20 +337,22 @@ def _backward_part(
         dsink += sink_gradient(dout, out, lse, sink)
     reduce_dtype: torch.dtype = getattr(torch, call.plan.reduce_dtype)
     run = ProgramRun(schedule, k, v, call.transport, part.tag + REDISTRIBUTION_TAGS, recorder, reduce_dtype)
-    dq = torch.zeros_like(q, dtype=torch.float32)
+    dq = GradientAccumulator(q)
     state = BackwardState(q, out, lse, dout, dq, heads, call.dropout, backend_state)
     reader = SlotReader(backend, attention, _expansion(weights, attention, heads), gradients.kv_up)
     yield from run.steps(partial(reader.backward, state=state))
-    dk, dv = run.gradient(0)
-    del run  # frees its buffers
-    if not moves.kv_has_copies:  # copies are summed in fp32 before they are rounded
-        dk, dv = dk.to(k.dtype), dv.to(v.dtype)
+    kv_dtype = torch.float32 if moves.kv_has_copies else k.dtype  # copies are summed before they are rounded
+    dk, dv = run.gradients[0]
+    tensors = dq.result(q.dtype), dk.result(kv_dtype), dv.result(kv_dtype)
+    del run, reader, state, dq, dk, dv  # frees their buffers
     if moves.q_adjoint is None and moves.kv_adjoint is None:
         yield ()
-        return dq.to(q.dtype), dk, dv
+        return tensors
     to_caller, label = (moves.q_adjoint, moves.kv_adjoint, moves.kv_adjoint), "gradients of q, k and v to tokens"
-    dq, dk, dv = yield from redistribute((dq.to(q.dtype), dk, dv), to_caller, call.transport, label, part.tag, recorder)
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+    moving = redistribute(tensors, to_caller, call.transport, label, part.tag, recorder)
+    del tensors  # the moving ones are freed before the moved ones are rounded
+    moved_q, moved_k, moved_v = yield from moving
+    return moved_q, moved_k.to(k.dtype), moved_v.to(v.dtype)
 
 
 def _expansion(weights: LayerWeights, attention: AttentionConfig, heads: Heads) -> LatentExpansion | None:

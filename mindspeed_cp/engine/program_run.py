@@ -26,9 +26,9 @@ from mindspeed_cp.comm import (
 )
 from mindspeed_cp.engine.rank_schedule import ExchangeOp, P2POp, RankSchedule
 from mindspeed_cp.engine.recorder import COMPUTE, POST, UNPACK, PartRecorder
-from mindspeed_cp.ops.attention import AttentionBackend, BackwardState, ForwardState
+from mindspeed_cp.ops.attention import AttentionBackend, BackwardState, ForwardState, GradientAccumulator
 from mindspeed_cp.ops.attention.latent import LatentExpansion
-from mindspeed_cp.ops.rows import RowIndex, add_rows, put_rows, take_rows
+from mindspeed_cp.ops.rows import RowIndex, put_rows, take_rows
 from mindspeed_cp.plan import AttentionConfig
 
 Result = TypeVar("Result")
@@ -53,6 +53,7 @@ class ProgramRun:
 
     Attributes:
         k, v: rows of each slot; slot 0 is the shard of this rank.
+        gradients: dK and dV of each slot: what was added since the slot was filled.
     """
 
     def __init__(
@@ -69,18 +70,7 @@ class ProgramRun:
         self._reduce_dtype = reduce_dtype
         self.k = [k, *(k.new_empty((rows, *k.shape[1:])) for rows in schedule.capacity[1:])]
         self.v = [v, *(v.new_empty((rows, *v.shape[1:])) for rows in schedule.capacity[1:])]
-        self._gradients: list[tuple[Tensor, Tensor] | None] = [None] * len(self.k)
-
-    def gradient(self, slot: int) -> tuple[Tensor, Tensor]:
-        """Return dK and dV of a slot in fp32: zero where nothing was added since the slot was filled."""
-        gradient = self._gradients[slot]
-        if gradient is None:
-            k, v = self.k[slot], self.v[slot]
-            gradient = self._gradients[slot] = (
-                torch.zeros_like(k, dtype=torch.float32),
-                torch.zeros_like(v, dtype=torch.float32),
-            )
-        return gradient
+        self.gradients = [(GradientAccumulator(k), GradientAccumulator(v)) for k, v in zip(self.k, self.v, strict=True)]
 
     def steps(self, compute: Callable[[ProgramRun, int, Any, RowIndex | None], None]) -> Run[None]:
         """Run all steps: post messages, compute while they travel, wait for those that are due. Yields after the
@@ -141,24 +131,27 @@ class ProgramRun:
             pair = views[2 * i : 2 * i + 2]
             in_flight[op.number] = op, (), () if op.sends else pair
             if op.sends:
-                tensors = self.gradient(op.slot) if op.reduces else (self.k[op.slot], self.v[op.slot])
-                for x, view in zip(tensors, pair, strict=True):
-                    view.copy_(take_rows(x, op.rows))
+                for index, view in enumerate(pair):
+                    view.copy_(self._rows_sent(op, index))
         return self._transport.all_to_all(buffers, exchange.label)
 
     def _buffers(self, op: P2POp) -> tuple[Tensor, ...]:
         """Return the two tensors that a message reads or writes: views of the slot where its rows are contiguous,
-        otherwise copies. Gradients always arrive in buffers, from which they are added; in another type than fp32 they
-        also leave in copies."""
-        if op.reduces and not op.sends:
-            k, v = self.k[op.slot], self.v[op.slot]
+        otherwise copies. Gradients always arrive in buffers, from which they are added."""
+        if op.sends:
+            return self._rows_sent(op, 0), self._rows_sent(op, 1)
+        k, v = self.k[op.slot], self.v[op.slot]
+        if op.reduces:
             return staging_buffer(k, op.count, self._reduce_dtype), staging_buffer(v, op.count, self._reduce_dtype)
-        tensors = self.gradient(op.slot) if op.reduces else (self.k[op.slot], self.v[op.slot])
-        if op.reduces and self._reduce_dtype != torch.float32:
-            return tuple(take_rows(x, op.rows).to(self._reduce_dtype) for x in tensors)
         if isinstance(op.rows, slice):
-            return tensors[0][op.rows], tensors[1][op.rows]
-        return tuple(x.index_select(0, op.rows) if op.sends else staging_buffer(x, op.count) for x in tensors)
+            return k[op.rows], v[op.rows]
+        return staging_buffer(k, op.count), staging_buffer(v, op.count)
+
+    def _rows_sent(self, op: P2POp, index: int) -> Tensor:
+        """Return the rows of K (index 0) or V (1), or of their gradient, that a message sends; a view if it can be."""
+        if op.reduces:
+            return self.gradients[op.slot][index].rows(op.rows, self._reduce_dtype)
+        return take_rows((self.k, self.v)[index][op.slot], op.rows)
 
     def _wait(self, numbers: Sequence[int], exchanges: Sequence[Pending], in_flight: InFlight, step: int) -> None:
         """Wait for messages and the exchanges that carry them, and unpack them. A function of its own, so that staging
@@ -185,14 +178,14 @@ class ProgramRun:
         """Add received gradients to those of the slot, or put received keys and values, which have no gradient yet,
         where they belong, if they did not arrive there."""
         if op.reduces:
-            for total, buffer in zip(self.gradient(op.slot), buffers, strict=True):
-                add_rows(total, op.rows, buffer)
+            for gradient, buffer in zip(self.gradients[op.slot], buffers, strict=True):
+                gradient.add(op.rows, buffer)
             return
         if not isinstance(op.rows, slice) or packed:
             for slot, buffer in zip((self.k[op.slot], self.v[op.slot]), buffers, strict=True):
                 put_rows(slot, op.rows, buffer)
-        for total in self._gradients[op.slot] or ():
-            put_rows(total, op.rows, 0)
+        for gradient in self.gradients[op.slot]:
+            gradient.clear(op.rows)
 
 
 class SlotReader:
@@ -229,16 +222,16 @@ class SlotReader:
     def backward(self, run: ProgramRun, slot: int, calls: Any, rows: RowIndex | None, state: BackwardState) -> None:
         """Run calls of the backward, and add the gradients of the slot's rows to the slot's."""
         if self._expansion is None:
-            self._backend.backward(calls, self._attention, state, run.k[slot], run.v[slot], *run.gradient(slot))
+            self._backend.backward(calls, self._attention, state, run.k[slot], run.v[slot], *run.gradients[slot])
             return
         assert rows is not None and self._dkv_up is not None
         shared, latent = take_rows(run.k[slot], rows), take_rows(run.v[slot], rows)
         k, v = self._expansion.expand(shared, latent)
-        dk, dv = torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32)
+        dk, dv = GradientAccumulator(k), GradientAccumulator(v)
         self._backend.backward(calls, self._attention, state, k, v, dk, dv)
-        gradients = self._expansion.gradient(dk, dv, latent, self._dkv_up)
-        for total, gradient in zip(run.gradient(slot), gradients, strict=True):
-            add_rows(total, rows, gradient)
+        parts = self._expansion.gradient(dk.fp32(), dv.fp32(), latent, self._dkv_up)
+        for gradient, part in zip(run.gradients[slot], parts, strict=True):
+            gradient.add(rows, part)
 
 
 def redistribute(

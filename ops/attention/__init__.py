@@ -1,5 +1,6 @@
 """The attention operator: contract, backends, and the dense fp64 reference."""
 
+from mindspeed_cp.ops.attention.accumulators import GradientAccumulator, OutputAccumulator
 from mindspeed_cp.ops.attention.backends import BACKENDS, backend_for_device, backend_from_settings, get_backend
 from mindspeed_cp.ops.attention.contract import (
     AttentionBackend,
@@ -19,8 +20,10 @@ __all__ = [
     "BackwardState",
     "DropoutKey",
     "ForwardState",
+    "GradientAccumulator",
     "Heads",
     "LoweredCalls",
+    "OutputAccumulator",
     "attention",
     "attention_backward",
     "backend_for_device",

@@ -2,8 +2,8 @@
 
 TND layout: rows of all documents back to back, [rows, heads, dim], the last dimension contiguous; statistics are
 lse = log(sum(exp(scores))), fp32 [rows, heads]. A backend lowers the tiles of a rank to as few kernel calls as
-possible, once for a plan; each layer then adds each (step, slot) to fp32 accumulators. The backward takes the GLOBAL
-out and lse, so that the gradients of the parts of a distributed attention are exact.
+possible, once for a plan; each layer then gives the result of each (step, slot) to accumulators. The backward takes the
+GLOBAL out and lse, so that the gradients of the parts of a distributed attention are exact.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.ops.attention.accumulators import GradientAccumulator, OutputAccumulator
 from mindspeed_cp.plan import AttentionConfig
 
 #: (step, slot) -> calls of the backend for the tiles there; opaque to the caller.
@@ -73,13 +74,11 @@ class Heads:
 
 @dataclass(frozen=True)
 class ForwardState:
-    """Inputs and accumulators of the forward. Dimension `heads` has the heads of `heads.q`.
+    """Inputs and results of the forward. Dimension `heads` has the heads of `heads.q`.
 
     Attributes:
         q: [t, heads, head_dim].
-        out: fp32 [t, heads, head_dim_v]; zeros, or uninitialised if every tile finds its rows all unwritten or all
-            written: the result of a tile on unwritten rows is stored, not merged.
-        lse: fp32 [t, heads], initially -inf.
+        output: out [t, heads, head_dim_v] and lse [t, heads]; a result on rows without one is stored, not merged.
         heads: the rank's heads.
         dropout: seed and layer; None: no dropout.
         saved: data that the backend saves in the forward for the backward, under keys of its own. The backward gets the
@@ -87,8 +86,7 @@ class ForwardState:
     """
 
     q: Tensor
-    out: Tensor
-    lse: Tensor
+    output: OutputAccumulator
     heads: Heads
     dropout: DropoutKey | None = None
     saved: dict[Any, Any] = field(default_factory=dict)
@@ -96,14 +94,14 @@ class ForwardState:
 
 @dataclass(frozen=True)
 class BackwardState:
-    """Inputs and accumulators of the backward. Dimension `heads` has the heads of `heads.q`.
+    """Inputs and results of the backward. Dimension `heads` has the heads of `heads.q`.
 
     Attributes:
         q: [t, heads, head_dim].
         out: [t, heads, head_dim_v] of q's type: the complete attention output over all ranks.
         lse: fp32 [t, heads], complete.
         dout: [t, heads, head_dim_v], gradient of out.
-        dq: fp32 [t, heads, head_dim], initially 0.
+        dq: sum of gradients, [t, heads, head_dim].
         heads, dropout: as in the forward.
         saved: filled by the forward.
     """
@@ -112,7 +110,7 @@ class BackwardState:
     out: Tensor
     lse: Tensor
     dout: Tensor
-    dq: Tensor
+    dq: GradientAccumulator
     heads: Heads
     dropout: DropoutKey | None = None
     saved: dict[Any, Any] = field(default_factory=dict)
@@ -166,7 +164,7 @@ class AttentionBackend(Protocol):
     def forward(
         self, calls: Sequence[Any], attention: AttentionConfig, state: ForwardState, k: Tensor, v: Tensor
     ) -> None:
-        """Add the tiles of one (step, slot) to state.out and state.lse.
+        """Merge the results of the tiles of one (step, slot) into state.output.
 
         Args:
             calls: lowered calls of the (step, slot).
@@ -183,7 +181,7 @@ class AttentionBackend(Protocol):
         state: BackwardState,
         k: Tensor,
         v: Tensor,
-        dk: Tensor,
-        dv: Tensor,
+        dk: GradientAccumulator,
+        dv: GradientAccumulator,
     ) -> None:
-        """Add the gradients of the tiles of one (step, slot) to state.dq, dk and dv (fp32, of the slot's shape)."""
+        """Add the gradients of the tiles of one (step, slot) to state.dq, dk and dv (of the slot's shape)."""

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import TOKEN_SPAN, Documents
+from mindspeed_cp.ops.attention.accumulators import GradientAccumulator, OutputAccumulator
 from mindspeed_cp.ops.attention.backends import backend_for_device
 from mindspeed_cp.ops.attention.contract import BackwardState, DropoutKey, ForwardState, Heads, checked_dropout_key
 from mindspeed_cp.ops.attention.sink import add_sink, checked_sink
@@ -176,15 +177,14 @@ def attention(
     runner = backend_for_device(q.device.type, backend)
     runner.check(config, q.dtype)
     runner.check_device(q.device)
-    out = q.new_zeros(len(q), q.shape[1], v.shape[-1], dtype=torch.float32)
-    lse = q.new_full((len(q), q.shape[1]), float("-inf"), dtype=torch.float32)
     calls = runner.lower_forward(problem.tiles, len(q), config, q.dtype).get((0, 0), ())
     q, k, v = (_last_dim_contiguous(x) for x in (q, k, v))
-    state = ForwardState(q, out, lse, Heads.all(config), problem.dropout_key, {} if saved is None else saved)
+    output = OutputAccumulator(q, v.shape[-1])
+    state = ForwardState(q, output, Heads.all(config), problem.dropout_key, {} if saved is None else saved)
     runner.forward(calls, config, state, k, v)
     if sink is not None:
-        add_sink(out, lse, checked_sink(sink, q.shape[1], q.device))
-    return out.to(q.dtype), lse
+        add_sink(*output.fp32(), checked_sink(sink, q.shape[1], q.device))
+    return output.result(q.dtype)
 
 
 @torch.no_grad()
@@ -240,11 +240,11 @@ def attention_backward(
                 f"{name} is {x.dtype} {list(x.shape)} on {x.device}; valid: {dtype} {list(shape)} on {q.device}"
             )
     q, k, v, out, dout = (_last_dim_contiguous(x) for x in (q, k, v, out, dout))
-    dq, dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
+    dq, dk, dv = (GradientAccumulator(x) for x in (q, k, v))
     calls = runner.lower_backward(problem.tiles, len(q), config, q.dtype).get((0, 0), ())
     state = BackwardState(q, out, lse, dout, dq, Heads.all(config), problem.dropout_key, saved or {})
     runner.backward(calls, config, state, k, v, dk, dv)
-    return dq, dk, dv
+    return dq.fp32(), dk.fp32(), dv.fp32()
 
 
 def _last_dim_contiguous(x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import engine, host, kernels, virtual_ranks
+from benchmarks import engine, engine_bytes, host, kernels, virtual_ranks
 from mindspeed_cp import AttentionConfig, Documents
 from mindspeed_cp.comm import GroupTransport
 from mindspeed_cp.ops.attention.cpu.backend import CpuAttention
@@ -52,9 +52,9 @@ def test_virtual_ranks_of_a_plan_in_parts() -> None:
     works = [virtual_ranks.RankWork(plan, rank, CpuAttention(), inputs) for rank in range(4)]
     for work in works:
         work.both()
-    states = [part.rank.state for work in works for part in work.parts]
-    assert sum(state.q.shape[0] * state.q.shape[1] for state in states) == plan.documents.tokens * attention.heads
-    assert all(bool(torch.isfinite(state.lse).all()) for state in states)
+    results = [part.rank.result() for work in works for part in work.parts]
+    assert sum(lse.numel() for _, lse in results) == plan.documents.tokens * attention.heads
+    assert all(bool(torch.isfinite(lse).all()) for _, lse in results)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -110,3 +110,36 @@ def test_bad_arguments(
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line
+
+
+@pytest.mark.parametrize("backend", ["cuda", "npu"])
+def test_engine_bytes(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One call of the kernel for each rank, of all rows: only the redistributions move bytes, each tensor's twice."""
+    words = ["--backend", backend, "--ranks", "2", "--tokens", "256", "--lengths", "100,40,116", "--heads", "2"]
+    words += ["--kv-heads", "2", "--dim", "64", "--algorithms", "ulysses,ring", "--json", str(tmp_path / "x.json")]
+    monkeypatch.setattr(sys, "argv", ["engine_bytes", *words])
+    engine_bytes.main()
+    ulysses, ring, *packed = json.loads((tmp_path / "x.json").read_text())
+    assert 0 < ulysses["mean"] < 3 < ring["mean"] and len(packed) == 2
+
+
+def test_bytes_of_operations() -> None:
+    """Views are free, a sum in place reads both and writes one, a gather moves what it returns twice."""
+    x, part = torch.zeros(8, 4), torch.zeros(8, 4, dtype=torch.bfloat16)
+    for wanted, operation in (
+        (0, lambda: x[2:5].transpose(0, 1).reshape(4, 3)),
+        (0, lambda: torch.empty(100)),
+        (128 + 64 + 128, lambda: x.add_(part)),
+        (128 + 64, lambda: x.copy_(part)),
+        (128 + 128 + 128, lambda: x.zero_() + 0),
+        (2 * 32, lambda: x.index_select(0, torch.tensor([0, 3]))),
+        (64 + 64, lambda: x.index_copy_(0, torch.arange(4), torch.ones(4, 4))),
+    ):
+        with engine_bytes.Bytes() as counted:
+            operation()
+        moved = sum(
+            count
+            for name, count in counted.moved.items()
+            if not name.startswith(("arange", "lift", "_to_copy", "ones"))
+        )
+        assert moved == wanted, (wanted, counted.moved)

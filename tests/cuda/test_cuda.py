@@ -14,7 +14,7 @@ from benchmarks.isolated_rank import IsolatedRank, attend_virtually
 from mindspeed_cp import ConfigError
 from mindspeed_cp.algorithms import ALGORITHMS
 from mindspeed_cp.doctor import run_checks
-from mindspeed_cp.ops.attention import BACKENDS, BackwardState
+from mindspeed_cp.ops.attention import BACKENDS, GradientAccumulator
 from mindspeed_cp.ops.attention.cuda.backend import CudaAttention
 from tests.engine.cases import Case
 from tests.engine.draw import problem
@@ -129,16 +129,16 @@ def test_layers_do_not_wait_for_the_host(how: dict[str, Any]) -> None:
     backend, plan = BACKENDS["cuda"], case.plan()
     rank = IsolatedRank(plan, 1, backend, *(x.cuda() for x in case.inputs()), None)
     forward, backward = (list(rank.slot_calls(direction)) for direction in ("forward", "backward"))
-    s = rank.state
     try:
         for mode in ("default", "error"):
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode(mode)
+            rank.start()
             for calls, k, v, *_ in forward:
-                backend.forward(calls, plan.attention, s, k, v)
-            back = BackwardState(s.q, s.out.to(case.dtype), s.lse, s.out.to(case.dtype), rank.dq, s.heads)
+                backend.forward(calls, plan.attention, rank.state, k, v)
+            back = rank.backward_state()
             for calls, k, v, *_ in backward:
-                backend.backward(calls, plan.attention, back, k, v, k.float(), v.float())
+                backend.backward(calls, plan.attention, back, k, v, GradientAccumulator(k), GradientAccumulator(v))
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mindspeed_cp
+from mindspeed_cp.ops.attention import OutputAccumulator
 
 PACKAGE = Path(mindspeed_cp.__file__).parent
 BUFFERS = ("kv", "gradients", "redistributed", "staging")
@@ -21,8 +22,9 @@ BUFFERS = ("kv", "gradients", "redistributed", "staging")
 class Meter(TorchDispatchMode):
     """Every piece of memory that a torch operation makes, by who asked for it.
 
-    "kv", "gradients", "redistributed" and "staging" are the communication buffers of `peak_bytes`; "kernel" is what operators make;
-    "engine" is the accumulators and what they are rounded to. What was there before is not counted.
+    "kv", "gradients", "redistributed" and "staging" are the communication buffers of `peak_bytes`; "gradients" are those of queries
+    too; "kernel" is what operators make, also where it is kept as it is; "engine" is the accumulators of outputs, and
+    what results are rounded to. What was there before is not counted.
 
     Attributes:
         peak: for each kind the most bytes that were alive at once; "total" is of all buffers together.
@@ -79,7 +81,6 @@ class Meter(TorchDispatchMode):
 #: The kind of memory by the function that makes it; of others of the package it is staging.
 KINDS = {
     "__init__": "kv",
-    "gradient": "gradients",
     "start_redistributions": "redistributed",
     "join_rows": "redistributed",
 }
@@ -93,6 +94,13 @@ def purpose_of_memory() -> str:
         name = frame.f_code.co_name
         if file == "rows.py":
             takes_rows = True
+        elif file == "accumulators.py":
+            if isinstance(frame.f_locals.get("self"), OutputAccumulator):
+                return "engine"
+            if name == "result":
+                return "gradients" if frame.f_locals["dtype"] == torch.float32 else "engine"
+            if name == "_total":
+                return "gradients"
         elif file and name not in ("staging_buffer", "<genexpr>"):
             if folder == "ops":
                 return "kernel"

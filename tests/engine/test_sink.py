@@ -17,12 +17,13 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_cp import ConfigError, context_parallel_attention
+from mindspeed_cp import ConfigError, Plan, context_parallel_attention
 from mindspeed_cp.engine import Stepping, attend_all_ranks, attend_in_process
 from mindspeed_cp.ops.attention import attention, attention_backward, dense_packed_attention, sink_gradient
 from tests.engine.cases import NAMES, VARIANTS, Case, all_ranks, attend_here, filled_with_nan, variants
 from tests.engine.draw import problem
 from tests.engine.test_attention_check import compare_here, watch
+from tests.plan.parts import mixed_plan
 from tools import capabilities
 
 RESULTS = (*NAMES, "dsink")
@@ -77,12 +78,12 @@ def largest_errors(case: Case, results: dict[str, torch.Tensor]) -> dict[str, fl
     return errors
 
 
-def run(case: Case, stepping: Stepping | None = None, **how: Any) -> dict[str, torch.Tensor]:
+def run(case: Case, stepping: Stepping | None = None, plan: Plan | None = None, **how: Any) -> dict[str, torch.Tensor]:
     key = case.dropout_key if case.dropout else None
     with filled_with_nan():
         return vars(
             attend_in_process(
-                case.plan(), *case.inputs(), dropout_key=key, stepping=stepping, sink=sink_of(case), **how
+                plan or case.plan(), *case.inputs(), dropout_key=key, stepping=stepping, sink=sink_of(case), **how
             )
         )
 
@@ -97,6 +98,13 @@ def test_fp32_agrees_with_fp64(variant: str, ranks: int, request: pytest.Fixture
         case = PROBLEMS[name].on(ranks, variant)
         worst[name] = max(largest_errors(case, run(case, stepping)).values())
     assert {name: error for name, error in worst.items() if error > 1e-5} == {}
+
+
+def test_the_gradient_of_a_sink_is_that_of_all_parts() -> None:
+    case = Case((64, 30, 20, 9), 3)
+    plan = mixed_plan(case.plan().documents, 3, case.plan().attention)
+    assert len(plan.parts) > 1
+    assert max(largest_errors(case, run(case, plan=plan)).values()) <= 1e-5
 
 
 EXACT = [c for c in capabilities.all_cells() if c.backend == "cpu" and capabilities.unsupported(c) is None]

@@ -16,7 +16,7 @@ from mindspeed_cp.algorithms import ALGORITHMS, algorithm_options
 from mindspeed_cp.comm.group_transport import split_launches
 from mindspeed_cp.comm.transport import Transfer
 from mindspeed_cp.engine.rank_schedule import _p2p_ops
-from mindspeed_cp.ops.attention.contract import BackwardState, ForwardState, Heads
+from mindspeed_cp.ops.attention import BackwardState, ForwardState, GradientAccumulator, Heads, OutputAccumulator
 from mindspeed_cp.ops.attention.npu.backend import NpuAttention
 from mindspeed_cp.ops.attention.npu.fused_operator import DropoutState, FusedArguments
 from mindspeed_cp.plan import Plan, Program
@@ -156,14 +156,18 @@ def run(drawn: Drawn, operator: DescribingOperator) -> None:
             calls = calls_of_slot[:MOST_OF_A_SLOT]
             attention, (q, k, v) = drawn.plan.attention, _tensors(drawn, program, slot)
             drawn.backend.prepare(calls, attention, drawn.heads, META)
-            rows, heads = q.shape[:2]
-            out = torch.empty(rows, heads, attention.head_dim_v, device=META)
-            lse, key = torch.empty(rows, heads, device=META), (1, 1) if attention.dropout > 0 else None
+            key = (1, 1) if attention.dropout > 0 else None
             if direction == "forward":
-                drawn.backend.forward(calls, attention, ForwardState(q, out, lse, drawn.heads, key, saved), k, v)
+                drawn.backend.forward(
+                    calls,
+                    attention,
+                    ForwardState(q, OutputAccumulator(q, attention.head_dim_v), drawn.heads, key, saved),
+                    k,
+                    v,
+                )
                 continue
-            out = out.to(drawn.dtype)
-            dq, dk, dv = (torch.empty(x.shape, device=META) for x in (q, k, v))
+            out, lse = q.new_empty(*q.shape[:2], attention.head_dim_v), torch.empty(q.shape[:2], device=META)
+            dq, dk, dv = (GradientAccumulator(x) for x in (q, k, v))
             state = BackwardState(q, out, lse, out, dq, drawn.heads, key, saved)
             try:
                 drawn.backend.backward(calls, attention, state, k, v, dk, dv)

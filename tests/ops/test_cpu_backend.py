@@ -10,9 +10,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.isolated_rank import NanOutput
 from mindspeed_cp import AttentionConfig, Documents
+from mindspeed_cp.engine.rank_schedule import stores_all_rows
 from mindspeed_cp.layout import TOKEN_SPAN
-from mindspeed_cp.ops.attention import BackwardState, ForwardState, Heads, dense_attention, get_backend
+from mindspeed_cp.ops.attention import (
+    BackwardState,
+    ForwardState,
+    GradientAccumulator,
+    Heads,
+    dense_attention,
+    get_backend,
+)
 from mindspeed_cp.ops.attention.contract import AttentionBackend
 from mindspeed_cp.ops.attention.cpu.distance_masks import CACHED_REACH
 from mindspeed_cp.ops.attention.cpu.lowering import Upcasts, lower_to_kernel_calls
@@ -41,22 +50,18 @@ def run(attention, tiles, heads, q, k, v, dout, slots, strip_rows=64, key=KEY):
     key = key if attention.dropout else None
     q_heads, theirs = (slice(*x) for x in (heads.q, heads.kv))
     q, dout, k, v = q[:, q_heads], dout[:, q_heads], k[:, theirs], v[:, theirs]
-    covered = np.zeros(len(q), bool)
-    for t in tiles:
-        covered[t["q_row"] : t["q_row"] + t["q_rows"]] = True
-    out = torch.full((len(q), q.shape[1], v.shape[2]), float("nan"))  # what is stored first needs no zeros
-    out[torch.from_numpy(~covered)] = 0
-    state = ForwardState(q, out, torch.full(q.shape[:2], float("-inf")), heads, key)
+    output = NanOutput(q, v.shape[2], stores_all_rows(tiles, len(q)))  # what is stored first needs no zeros
+    state = ForwardState(q, output, heads, key)
     for place, calls in lowered("forward").items():
         CPU.forward(calls, attention, state, k[slots[place]], v[slots[place]])
-    dq, dk, dv = (torch.zeros(x.shape) for x in (q, k, v))
-    back = BackwardState(q, state.out.to(q.dtype), state.lse, dout, dq, heads, key)
+    dq, dk, dv = (GradientAccumulator(x) for x in (q, k, v))
+    back = BackwardState(q, *output.result(q.dtype), dout, dq, heads, key)
     for place, calls in lowered("backward").items():
-        parts = [torch.zeros(x[slots[place]].shape) for x in (k, v)]
+        parts = [GradientAccumulator(x[slots[place]]) for x in (k, v)]
         CPU.backward(calls, attention, back, k[slots[place]], v[slots[place]], *parts)
-        dk[slots[place]] += parts[0]
-        dv[slots[place]] += parts[1]
-    return [state.out, state.lse, dq, dk, dv]
+        for total, part in zip((dk, dv), parts, strict=True):
+            total.add(slots[place], part.fp32())
+    return [*output.result(torch.float32), *(total.fp32() for total in (dq, dk, dv))]
 
 
 def whole_documents(documents):

@@ -9,6 +9,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -19,10 +20,12 @@ from hypothesis import strategies as st
 from benchmarks.isolated_rank import attend_virtually
 from mindspeed_cp import AttentionConfig, ConfigError
 from mindspeed_cp.ops.attention import BACKENDS, attention, attention_backward, backend_for_device
+from mindspeed_cp.ops.attention.cuda import flash_attention
 from mindspeed_cp.ops.attention.cuda import flash_operator as flash
 from mindspeed_cp.ops.attention.cuda.backend import CudaAttention
 from mindspeed_cp.ops.attention.cuda.flash_attention import CudaFlashAttention
 from mindspeed_cp.ops.attention.cuda.flash_operator import AtenFlashOperator, FlashArguments
+from mindspeed_cp.ops.attention.lowering.fused_call import MIN_COPIES
 from tests.engine.cases import Case
 from tests.engine.draw import problem
 from tests.ops.flash_double import DoubleFlash, as_torch_reads
@@ -49,7 +52,9 @@ HAS_BINDING = pytest.mark.skipif(
 )
 def test_any_plan_agrees_with_fp64(cell, ranks, kernel, dtype, rng) -> None:
     case = replace(problem(cell, ranks, rng), dtype=dtype)
-    compare(case, CudaAttention(kernel, DoubleFlash()), EXACT if dtype == torch.float32 else HALF)
+    limits = replace(flash_attention.FLASH_LIMITS, min_copies=rng.choice((0, MIN_COPIES)))
+    with patch.object(flash_attention, "FLASH_LIMITS", limits):
+        compare(case, CudaAttention(kernel, DoubleFlash()), EXACT if dtype == torch.float32 else HALF)
 
 
 @settings(max_examples=60, deadline=None)

@@ -18,6 +18,7 @@ from mindspeed_cp.layout import ragged_arange
 from mindspeed_cp.ops.attention.lowering.fused_call import (
     MAX_CALL_ROWS,
     MAX_SEQUENCES,
+    MIN_COPIES,
     NO_LIMIT,
     CallLimits,
     FusedCall,
@@ -190,6 +191,8 @@ def test_calls_of_any_plan_hold_every_visible_pair_once_and_break_no_rule(data):
         max_rows=data.draw(st.sampled_from([20, 80, 150, MAX_CALL_ROWS])),
         pad_up_to=data.draw(st.sampled_from([0, 4, 512])),
         min_square=data.draw(st.sampled_from([1, 5, 256])),
+        key_gaps=data.draw(st.booleans()),
+        min_copies=data.draw(st.sampled_from([0, MIN_COPIES])),
     )
     program = data.draw(st.sampled_from([plan.forward, plan.backward]))
     rank = data.draw(st.integers(0, problem.ranks - 1))
@@ -226,7 +229,7 @@ def test_every_rank_of_every_algorithm_with_each_lowering(algorithm, mask, windo
                 for limits in (
                     DEFAULT,
                     CallLimits(share_calls=False),
-                    CallLimits(min_square=8, pad_up_to=8, max_bias_excess=2.0),
+                    CallLimits(min_square=8, pad_up_to=8, max_bias_excess=2.0, min_copies=0),
                 ):
                     check(program, rank, lower_to_fused_calls(tiles, rows, attention, limits), limits)
                 if not alibi:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mindspeed_cp.ops.attention.accumulators import GradientAccumulator
 from mindspeed_cp.ops.attention.contract import BackwardState, ForwardState, Heads, check_dtype
 from mindspeed_cp.ops.attention.cpu.kernels import CpuKernels
 from mindspeed_cp.ops.attention.cpu.lowering import KernelCall, KernelCalls, Upcasts, lower_to_kernel_calls
@@ -59,14 +60,15 @@ class CpuAttention:
         wide_q, wide_k, wide_v = (state.q, k, v) if width == k.shape[-1] else _same_width(state.q, k, v)
         for group in uniform_head_groups(attention, state.heads):
             kernels = CpuKernels(attention, group.q_range, state.dropout)
-            q, out, lse = (x[:, group.q] for x in (wide_q, state.out, state.lse))
+            q = wide_q[:, group.q]
             group_k, group_v = wide_k[:, group.kv], wide_v[:, group.kv]
             for call in calls:
                 part_out, part_lse = kernels.forward(call, q[call.q], group_k[call.k], group_v[call.k])
                 part_out = part_out[..., :width]
                 if call.stores:
-                    out[call.q], lse[call.q] = part_out, part_lse
+                    state.output.store(call.q, group.q, part_out, part_lse)
                     continue
+                out, lse = (x[:, group.q] for x in state.output.fp32())
                 for rows in call.unwritten:
                     out[rows] = 0
                 merge_(out[call.q], lse[call.q], part_out, part_lse)
@@ -78,8 +80,8 @@ class CpuAttention:
         state: BackwardState,
         k: Tensor,
         v: Tensor,
-        dk: Tensor,
-        dv: Tensor,
+        dk: GradientAccumulator,
+        dv: GradientAccumulator,
     ) -> None:
         """See the contract."""
         width, width_v = k.shape[-1], v.shape[-1]
@@ -88,15 +90,15 @@ class CpuAttention:
             wide_q, wide_k, wide_v, wide_out, wide_dout = _same_width(state.q, k, v, state.out, state.dout)
         for group in uniform_head_groups(attention, state.heads):
             kernels = CpuKernels(attention, group.q_range, state.dropout)
-            dout, q, out, lse, dq = (x[:, group.q] for x in (wide_dout, wide_q, wide_out, state.lse, state.dq))
-            group_k, group_v, group_dk, group_dv = (x[:, group.kv] for x in (wide_k, wide_v, dk, dv))
+            dout, q, out, lse = (x[:, group.q] for x in (wide_dout, wide_q, wide_out, state.lse))
+            group_k, group_v = wide_k[:, group.kv], wide_v[:, group.kv]
             for call in calls:
                 dq_part, dk_part, dv_part = kernels.backward(
                     call, dout[call.q], q[call.q], group_k[call.k], group_v[call.k], out[call.q], lse[call.q]
                 )
-                dq[call.q].add_(dq_part[..., :width])
-                group_dk[call.k].add_(dk_part[..., :width])
-                group_dv[call.k].add_(dv_part[..., :width_v])
+                state.dq.add(call.q, dq_part[..., :width], group.q)
+                dk.add(call.k, dk_part[..., :width], group.kv)
+                dv.add(call.k, dv_part[..., :width_v], group.kv)
 
 
 def _same_width(*tensors: Tensor) -> list[Tensor]:

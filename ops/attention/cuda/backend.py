@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.ops.attention.accumulators import GradientAccumulator
 from mindspeed_cp.ops.attention.contract import (
     AttentionBackend,
     BackwardState,
@@ -112,8 +113,8 @@ class CudaAttention:
         state: BackwardState,
         k: Tensor,
         v: Tensor,
-        dk: Tensor,
-        dv: Tensor,
+        dk: GradientAccumulator,
+        dv: GradientAccumulator,
     ) -> None:
         """See the contract."""
         self._backend_of_calls(calls).backward(calls, attention, state, k, v, dk, dv)

@@ -12,6 +12,7 @@ from torch import Tensor
 from mindspeed_cp.ascend_kernels.tile_attention import TILE_DTYPES, tile_attention_, tile_attention_backward_
 from mindspeed_cp.ascend_kernels.tile_schedule import TILE_MAX_HEAD_DIM, TileSchedule, schedule_block_rows
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.ops.attention.accumulators import GradientAccumulator
 from mindspeed_cp.ops.attention.contract import BackwardState, ForwardState, Heads, check_dtype
 from mindspeed_cp.ops.attention.head_groups import contiguous_heads, uniform_head_groups, write_heads
 from mindspeed_cp.ops.attention.lowering.device_call import slopes_of
@@ -110,8 +111,9 @@ class CudaTileAttention:
         self, calls: Sequence[StepTiles], attention: AttentionConfig, state: ForwardState, k: Tensor, v: Tensor
     ) -> None:
         """See the contract."""
+        totals = state.output.fp32()
         for group in uniform_head_groups(attention, state.heads):
-            q, out, lse = (contiguous_heads(x, group.q) for x in (state.q, state.out, state.lse))
+            q, out, lse = (contiguous_heads(x, group.q) for x in (state.q, *totals))
             group_k, group_v = contiguous_heads(k, group.kv), contiguous_heads(v, group.kv)
             slopes = slopes_of(attention, group.q_range, q.device)
             for call in calls:
@@ -119,8 +121,8 @@ class CudaTileAttention:
                 tile_attention_(
                     q, group_k, group_v, out, lse, schedule, attention.softmax_scale, slopes, self.implementation
                 )
-            write_heads(state.out, group.q, out)
-            write_heads(state.lse, group.q, lse)
+            for total, part in zip(totals, (out, lse), strict=True):
+                write_heads(total, group.q, part)
 
     def backward(
         self,
@@ -129,15 +131,16 @@ class CudaTileAttention:
         state: BackwardState,
         k: Tensor,
         v: Tensor,
-        dk: Tensor,
-        dv: Tensor,
+        dk: GradientAccumulator,
+        dv: GradientAccumulator,
     ) -> None:
         """See the contract."""
+        all_dq, all_dk, all_dv = (total.fp32() for total in (state.dq, dk, dv))
         for group in uniform_head_groups(attention, state.heads):
             q, out, lse, dout, dq = (
-                contiguous_heads(x, group.q) for x in (state.q, state.out, state.lse, state.dout, state.dq)
+                contiguous_heads(x, group.q) for x in (state.q, state.out, state.lse, state.dout, all_dq)
             )
-            group_k, group_v, group_dk, group_dv = (contiguous_heads(x, group.kv) for x in (k, v, dk, dv))
+            group_k, group_v, group_dk, group_dv = (contiguous_heads(x, group.kv) for x in (k, v, all_dk, all_dv))
             slopes = slopes_of(attention, group.q_range, q.device)
             for call in calls:
                 schedules = call.schedule(q.device, "q"), call.schedule(q.device, "k")
@@ -145,6 +148,6 @@ class CudaTileAttention:
                     q, group_k, group_v, out, lse, dout, dq, group_dk, group_dv, *schedules, attention.softmax_scale,
                     slopes, self.implementation,
                 )  # fmt: skip
-            write_heads(state.dq, group.q, dq)
-            write_heads(dk, group.kv, group_dk)
-            write_heads(dv, group.kv, group_dv)
+            write_heads(all_dq, group.q, dq)
+            write_heads(all_dk, group.kv, group_dk)
+            write_heads(all_dv, group.kv, group_dv)

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mindspeed_cp.ops.attention.accumulators import GradientAccumulator
 from mindspeed_cp.ops.attention.lowering.fused_call import FusedCall, HostRows, ScatterRows
-from mindspeed_cp.ops.rows import RowIndex, add_rows, take_rows
+from mindspeed_cp.ops.rows import RowIndex, take_rows
 from mindspeed_cp.plan import AttentionConfig
 
 #: Merges rows into rows in place: (tensors to merge into, tensors to merge from).
@@ -42,12 +43,12 @@ class DeviceScatter:
                     x.index_copy_(0, into, rows)
         return tuple(take_rows(x, self.source) for x in results)
 
-    def add_to(self, sums: tuple[Tensor, ...], results: tuple[Tensor, ...]) -> None:
-        """Add the gradients of a call to the sums."""
+    def add_to(self, sums: tuple[GradientAccumulator, ...], results: tuple[Tensor, ...], heads: slice) -> None:
+        """Add the gradients of a call to the sums, to these heads."""
         if self.merges:
             results = tuple(x.float() for x in results)
         for total, part in zip(sums, self.merge_duplicates(results, _add_each), strict=True):
-            add_rows(total, self.target, part)
+            total.add(self.target, part, heads)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.ops.attention.accumulators import GradientAccumulator, OutputAccumulator
 from mindspeed_cp.ops.attention.contract import BackwardState, ForwardState
 from mindspeed_cp.ops.attention.head_groups import (
     HeadGroup,
-    contiguous_heads,
     pad_head_dim,
     uniform_head_groups,
-    write_heads,
 )
 from mindspeed_cp.ops.attention.lowering.device_call import DeviceCall, on_device
 from mindspeed_cp.ops.attention.lowering.fused_call import FusedCall
@@ -88,7 +87,6 @@ class FusedBackend(ABC):
         all_q, all_k, all_v = self._pad_head_dims(state.q, k, v)
         for group in uniform_head_groups(attention, state.heads):
             q, k, v = all_q[:, group.q], all_k[:, group.kv], all_v[:, group.kv]
-            out, lse = contiguous_heads(state.out, group.q), contiguous_heads(state.lse, group.q)
             for call in calls:
                 on = on_device(call, q.device)
                 qkv = take_rows(q, on.q), take_rows(k, on.k), take_rows(v, on.k)
@@ -99,11 +97,9 @@ class FusedBackend(ABC):
                 if on.q_scatter.merges:
                     part_out = part_out.float().contiguous()
                 part_out, part_lse = on.q_scatter.merge_duplicates((part_out, part_lse), self._merge_duplicates)
-                self._accumulate(call, on, out, lse, part_out, part_lse)
+                self._accumulate(call, on, state.output, group.q, part_out, part_lse)
                 if largest is not None:
                     _keep_largest(state, group, on, largest)
-            write_heads(state.out, group.q, out)
-            write_heads(state.lse, group.q, lse)
 
     def backward(
         self,
@@ -112,16 +108,16 @@ class FusedBackend(ABC):
         state: BackwardState,
         k: Tensor,
         v: Tensor,
-        dk: Tensor,
-        dv: Tensor,
+        dk: GradientAccumulator,
+        dv: GradientAccumulator,
     ) -> None:
         """See :class:`~mindspeed_cp.ops.attention.contract.AttentionBackend`."""
         head_dim, head_dim_v, dropout = k.shape[-1], v.shape[-1], state.dropout is not None
         all_q, all_k, all_v = self._pad_head_dims(state.q, k, v)
         all_out, all_dout = (pad_head_dim(x, all_v.shape[-1]) for x in (state.out, state.dout))
         for group in uniform_head_groups(attention, state.heads):
-            q, out, lse, dout, dq = (x[:, group.q] for x in (all_q, all_out, state.lse, all_dout, state.dq))
-            group_k, group_v, group_dk, group_dv = (x[:, group.kv] for x in (all_k, all_v, dk, dv))
+            q, out, lse, dout = (x[:, group.q] for x in (all_q, all_out, state.lse, all_dout))
+            group_k, group_v = all_k[:, group.kv], all_v[:, group.kv]
             for call in calls:
                 on = on_device(call, q.device)
                 qkv = take_rows(q, on.q), take_rows(group_k, on.k), take_rows(group_v, on.k)
@@ -132,25 +128,31 @@ class FusedBackend(ABC):
                 dq_part, dk_part, dv_part = self._backward_call(
                     call, attention, group, qkv, call_dout, call_out, call_lse, call_largest, rng_state, dropout
                 )
-                on.q_scatter.add_to((dq,), (dq_part[..., :head_dim],))
-                on.k_scatter.add_to((group_dk, group_dv), (dk_part[..., :head_dim], dv_part[..., :head_dim_v]))
+                on.q_scatter.add_to((state.dq,), (dq_part[..., :head_dim],), group.q)
+                on.k_scatter.add_to((dk, dv), (dk_part[..., :head_dim], dv_part[..., :head_dim_v]), group.kv)
 
     def _accumulate(
-        self, call: FusedCall, on: DeviceCall, out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor
+        self,
+        call: FusedCall,
+        on: DeviceCall,
+        output: OutputAccumulator,
+        heads: slice,
+        part_out: Tensor,
+        part_lse: Tensor,
     ) -> None:
-        """Store the result of a call, or merge it into the accumulators."""
+        """Store the result of a call, or merge it with those before."""
         target = on.q_scatter.target
         if call.unwritten is True:
-            put_rows(out, target, part_out.to(out.dtype))
-            put_rows(lse, target, part_lse)
+            output.store(target, heads, part_out, part_lse)
             return
+        out, lse = (x[:, heads] for x in output.fp32())
         if self.clears_unwritten_rows and on.unwritten is not None:
             put_rows(out, on.unwritten, 0)
-        rows, rows_lse = take_rows(out, target), take_rows(lse, target)
-        merged, merged_lse = self._merge(rows, rows_lse, part_out, part_lse)
-        if merged is not rows or isinstance(target, Tensor):
-            put_rows(out, target, merged)
-            put_rows(lse, target, merged_lse)
+        rows, rows_lse = (take_rows(x, target).contiguous() for x in (out, lse))
+        results = self._merge(rows, rows_lse, part_out, part_lse)
+        for total, merged in zip((out, lse), results, strict=True):
+            if isinstance(target, Tensor) or merged.data_ptr() != total[target].data_ptr():
+                put_rows(total, target, merged)
 
     def _saved_rng_state(self, state: BackwardState, call: FusedCall, group: HeadGroup) -> Any:
         """Return the state that the forward of the call saved.
@@ -174,7 +176,8 @@ def _keep_largest(state: ForwardState, group: HeadGroup, on: DeviceCall, largest
     """Keep the largest score of each row for the backward, over this call and those before."""
     key = LARGEST_SCORE, group.q_range
     if key not in state.saved:
-        state.saved[key] = torch.full_like(state.lse[:, group.q], -torch.inf, memory_format=torch.contiguous_format)
+        shape = len(state.q), group.q.stop - group.q.start
+        state.saved[key] = state.q.new_full(shape, -torch.inf, dtype=torch.float32)
     kept, target = state.saved[key], on.q_scatter.target
     (of_targets,) = on.q_scatter.merge_duplicates((largest,), _take_larger)
     put_rows(kept, target, torch.maximum(take_rows(kept, target), of_targets))

@@ -32,6 +32,12 @@ PAD_UP_TO = 512
 MIN_SQUARE = 256
 
 
+#: Blocks that share keys are split into several calls if one call would copy at least so many elements of keys and
+#: values: reading and writing them, and adding up the gradients of the copies, moves some 28 bytes for each. That takes
+#: as long as three launches (20 us at 3 TB/s).
+MIN_COPIES = 2**21
+
+
 @dataclass(frozen=True)
 class CallLimits:
     """Limits of one call, and how rectangles are cut under ALiBi.
@@ -44,6 +50,7 @@ class CallLimits:
         pad_up_to, min_square: see PAD_UP_TO and MIN_SQUARE.
         key_gaps: keys between those of a call may be sequences without queries; otherwise the keys are copied.
         single_keys_in_batch: a window of (0, 0) is a batch of single rows; otherwise a band of TND.
+        min_copies: see MIN_COPIES.
     """
 
     share_calls: bool = True
@@ -54,6 +61,7 @@ class CallLimits:
     min_square: int = MIN_SQUARE
     key_gaps: bool = True
     single_keys_in_batch: bool = True
+    min_copies: int = MIN_COPIES
 
 
 class BlockKind(IntEnum):

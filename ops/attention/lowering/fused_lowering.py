@@ -28,6 +28,9 @@ from mindspeed_cp.plan import CAUSAL, FULL, TILE, UNLIMITED, AttentionConfig
 
 FusedCalls = dict[tuple[int, int], list[FusedCall]]
 
+#: Maximum number of calls that blocks with shared keys are split into.
+MAX_LAYERS = 4
+
 
 def lower_to_fused_calls(tiles: np.ndarray, rows: int, attention: AttentionConfig, limits: CallLimits) -> FusedCalls:
     """Return the calls for every (step, slot).
@@ -79,10 +82,43 @@ def _lower_blocks(tiles: np.ndarray, rows: int, attention: AttentionConfig, limi
     step_slots = tiles[np.append(True, new)][["step", "slot"]].tolist()
     written = np.zeros(rows, bool)
     for group in _call_groups(blocks, attention, limits):
-        for start, stop in _split_by_limits(group, limits):
-            call = _call(group[start:stop], attention, limits, written)
-            calls.setdefault(step_slots[int(group["step_slot"][0])], []).append(call)
+        for layer in [group] if with_bias else _split_by_shared_keys(group, attention, limits):
+            for start, stop in _split_by_limits(layer, limits):
+                call = _call(layer[start:stop], attention, limits, written)
+                calls.setdefault(step_slots[int(group["step_slot"][0])], []).append(call)
     return calls
+
+
+def _split_by_shared_keys(blocks: np.ndarray, attention: AttentionConfig, limits: CallLimits) -> list[np.ndarray]:
+    """Return the blocks of one call, or of a few in each of which no key is in two blocks.
+
+    Blocks that share keys, as the two chunks of a document that a zigzag rank holds share those before the first one,
+    cost a call a copy of the keys, and the gradients of the copies a sum. The keys of other calls are views.
+    """
+    first, stop = blocks["k_row"], blocks["k_row"] + blocks["k_rows"]
+    order = np.lexsort((stop, first))
+    first, stop = first[order], stop[order]
+    if (first[1:] >= np.maximum.accumulate(stop)[:-1]).all():
+        return [blocks]
+    elements_of_row = attention.kv_heads * (attention.head_dim + attention.head_dim_v)
+    if int(blocks["k_rows"].sum()) * elements_of_row < limits.min_copies:
+        return [blocks]
+    ends: list[int] = []  # of the last block of each layer
+    layer_of = np.empty(len(blocks), np.int64)
+    for index, a, b in zip(order.tolist(), first.tolist(), stop.tolist(), strict=True):
+        layer = next((i for i, end in enumerate(ends) if end <= a), len(ends))
+        if layer == MAX_LAYERS:
+            return [blocks]
+        ends[layer : layer + 1] = [b]
+        layer_of[index] = layer
+    layers = [blocks[layer_of == layer] for layer in range(len(ends))]
+    return layers if limits.key_gaps or all(isinstance(_keys(layer), slice) for layer in layers) else [blocks]
+
+
+def _keys(blocks: np.ndarray) -> HostRows:
+    """Return the rows of a call's keys, those of one block after the other."""
+    k_row = np.where(blocks["reversed"] == 1, blocks["k_row"] + blocks["k_rows"] - 1, blocks["k_row"])
+    return as_host_rows(ramps(k_row, blocks["k_rows"], 1 - 2 * blocks["reversed"]))
 
 
 def _split_tall_tiles(tiles: np.ndarray, limit: int) -> np.ndarray:
@@ -178,11 +214,10 @@ def _call(blocks: np.ndarray, attention: AttentionConfig, limits: CallLimits, wr
     size, k_rows, is_reversed = blocks["size"], blocks["k_rows"], blocks["reversed"]
     q_start, k_start = np.cumsum(size) - size, np.cumsum(k_rows) - k_rows
     q_row = np.where(is_reversed == 1, blocks["q_row"] + blocks["q_rows"] - 1, blocks["q_row"])
-    k_row = np.where(is_reversed == 1, blocks["k_row"] + k_rows - 1, blocks["k_row"])
     q: HostRows = as_host_rows(ramps(q_row, size, 1 - 2 * is_reversed, blocks["q_rows"]))
     spreads = limits.key_gaps and not with_bias and attention.dropout == 0
     spread = _keys_with_gaps(blocks, limits) if spreads else None
-    k: HostRows = as_host_rows(ramps(k_row, k_rows, 1 - 2 * is_reversed)) if spread is None else spread[0]
+    k = _keys(blocks) if spread is None else spread[0]
     actual_seq_qlen, actual_seq_kvlen = (np.cumsum(size), np.cumsum(k_rows)) if spread is None else spread[1:]
     k_start = k_start if spread is None else blocks["k_row"] - spread[0].start
     q_scatter = scatter_rows(blocks["q_row"], blocks["q_rows"], q_start, is_reversed)

@@ -8,7 +8,7 @@ import torch
 from benchmarks.cluster.layer import ModelledAttention
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, context_parallel_attention
 from mindspeed_cp.cluster import ComputeCost, load_cluster
-from mindspeed_cp.ops.attention import ForwardState, Heads
+from mindspeed_cp.ops.attention import ForwardState, Heads, OutputAccumulator
 
 REAL, WIRE = AttentionConfig(8, 4, 128), AttentionConfig(8, 4, 4)
 COST = ComputeCost(load_cluster("a800"), REAL)
@@ -58,7 +58,7 @@ def test_a_share_of_the_heads_takes_a_share_of_the_math_and_all_of_the_launches(
     (calls,) = backend.lower_forward(plan.forward.tiles(0), 64, WIRE, torch.bfloat16).values()
     x = torch.zeros(1)
     for heads in (Heads.all(WIRE), Heads((0, 2), (0, 1))):
-        backend.forward(calls, WIRE, ForwardState(x, x, x, heads), x, x)
+        backend.forward(calls, WIRE, ForwardState(x, OutputAccumulator(x[:, None, None], 1), heads), x, x)
     (work,) = calls
     assert naps == [pytest.approx(work.math + work.launch), pytest.approx(work.math / 4 + work.launch)]
     assert work.launch == pytest.approx(10 * COST.cluster.launch)
