@@ -225,10 +225,8 @@ class MeasuredFits:
             return np.array([getattr(row, name) for row in rows if row.kind == kind], np.float64)
 
         def fit(kind: str, amount: str, *more: str) -> Fit | None:
-            seconds = column(kind, "seconds")
-            return (
-                fit_seconds(kind, seconds, *(column(kind, name) for name in (amount, *more))) if len(seconds) else None
-            )
+            columns = (column(kind, name) for name in ("seconds", amount, *more))
+            return fit_seconds(kind, *columns) if any(row.kind == kind for row in rows) else None
 
         def ratios(kind: str, name: str, over: str) -> np.ndarray | None:
             return column(kind, name) / column(kind, over) if any(row.kind == kind for row in rows) else None

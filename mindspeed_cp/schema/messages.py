@@ -200,7 +200,7 @@ def list_keys(keys: Sequence[str]) -> str:
     """Return "valid: a, b" of few keys; of more, how to list them."""
     if len(keys) <= _KEY_LIMIT:
         return f"valid: {', '.join(keys)}"
-    return f"valid: {len(keys)} keys, which `python -m mindspeed_cp.config.reference` lists"
+    return f"valid: {len(keys)} keys, which configs/reference.yaml lists"
 
 
 def _key_names(model: type[BaseModel]) -> tuple[str, ...]:
