@@ -59,7 +59,7 @@ def compare_pipeline_batch(
     seconds = time.perf_counter() - began
     pool = assign_to_pools(
         lengths, costs, 1, replicas, context=context, per_micro_batch=fixed, rows=rows, stages=stages
-    ).micro_batches[0]
+    ).rows(0)
     slowest = [
         max(step_seconds(costs, group, fixed, stages) for group in groups)
         for groups in (in_order, *([each.rows(r) for r in range(replicas)] for each in (one_stage, staged)))

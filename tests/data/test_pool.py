@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,9 @@ from hypothesis import strategies as st
 from mindspeed_cp.cluster import LayerCost, load_cluster
 from mindspeed_cp.data import Dispatcher, DocumentCost, PackedStream, PoolModel
 from mindspeed_cp.data.packing import DOC_CHUNK
-from mindspeed_cp.data.pool import assign_to_pools, documents_of_lengths
+from mindspeed_cp.data.pool import assign_to_pools
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig, Topology
 from tests.data.corpora import ListCorpus, law
 
@@ -63,7 +63,10 @@ def test_the_faster_one_by_the_model_is_taken() -> None:
         half = np.cumsum(tokens) > tokens.sum() / 2
         groups = [[np.flatnonzero(~half)], [np.flatnonzero(half)]]
         pooled = [np.arange(len(tokens))]
-        documents = partial(documents_of_lengths, tokens)
+
+        def documents(numbers: np.ndarray, tokens: np.ndarray = tokens) -> Documents:
+            return Documents(tokens[numbers])
+
         static = max(model._simulate(documents, group, model.replica) for group in groups)
         together = model._simulate(documents, pooled, model.pool)
         choice = model.choose(tokens, groups, pooled)
@@ -110,7 +113,7 @@ def test_every_document_is_in_one_micro_batch_of_the_pool_within_its_room(
     all_rows = rows(*lengths)
     numbers = np.repeat(np.arange(len(lengths)), [len(row) for row in lengths])
     tokens = np.concatenate(all_rows)["length"]
-    (micro_batches,) = assign_to_pools(tokens, cost(tokens), 1, replicas, context=context, rows=numbers).micro_batches
+    micro_batches = assign_to_pools(tokens, cost(tokens), 1, replicas, context=context, rows=numbers).rows(0)
     assert sorted(np.concatenate(micro_batches).tolist()) == list(range(len(tokens)))
     assert max(int(tokens[group].sum()) for group in micro_batches) <= context * replicas
     assert len(micro_batches) <= len(lengths) // replicas

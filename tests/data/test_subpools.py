@@ -34,7 +34,7 @@ def members(lengths: Sequence[int], pools: int, **more: Any) -> list[list[list[i
     """Micro-batches of each pool; the work of a document is its square."""
     tokens = np.array(lengths, np.int64)
     assigned = assign_to_pools(tokens, tokens.astype(float) ** 2, pools, REPLICAS, context=100, **more)
-    return [[numbers.tolist() for numbers in pool] for pool in assigned.micro_batches]
+    return [[numbers.tolist() for numbers in assigned.rows(pool)] for pool in range(pools)]
 
 
 def test_pools_get_equal_work_not_equal_tokens() -> None:
@@ -43,10 +43,6 @@ def test_pools_get_equal_work_not_equal_tokens() -> None:
 
 def test_fewer_documents_than_pools_leave_pools_empty() -> None:
     assert members([50], 2) == [[[0]], []] and members([], 4) == [[], [], [], []]
-    assigned = assign_to_pools(np.array([50]), np.array([1.0]), 4, REPLICAS, context=100)
-    assert assigned.slowest == [0] and assigned.is_uneven and assigned.shares.tolist() == [1, 0, 0, 0]
-    empty = assign_to_pools(np.zeros(0, np.int64), np.zeros(0), 2, REPLICAS, context=100)
-    assert empty.slowest == [0] and not empty.is_uneven and empty.shares.tolist() == [1, 1]
 
 
 def test_no_pool_is_empty_where_every_replica_has_a_row() -> None:
@@ -61,7 +57,7 @@ def test_equal_counts_give_every_pool_as_many_micro_batches() -> None:
     per_row = assign_to_pools(
         np.array(lengths), np.array([1e6, *[1.0] * 12]), 4, REPLICAS, context=100, rows=of_rows, equal_counts=True
     )
-    assert set(per_row.assignment.counts) == {1}
+    assert set(per_row.counts) == {1}
     three = assign_to_pools(
         np.array(lengths * 2),
         np.array([1e6, *[1.0] * 12] * 2),
@@ -71,7 +67,7 @@ def test_equal_counts_give_every_pool_as_many_micro_batches() -> None:
         rows=np.concatenate([of_rows, of_rows + 4]),
         equal_counts=True,
     )
-    assert len(set(three.assignment.counts)) == 1
+    assert len(set(three.counts)) == 1
     with pytest.raises(ConfigError, match="equal_counts"):
         assign_to_pools(np.array([50]), np.array([1.0]), 2, REPLICAS, context=100, equal_counts=True)
 
@@ -88,12 +84,13 @@ def test_every_document_is_in_one_micro_batch_of_one_pool(lengths: list[list[int
     of_rows = np.repeat(np.arange(len(lengths)), [len(row) for row in lengths])
     work = tokens.astype(float) ** 2
     assigned = assign_to_pools(tokens, work, pools, REPLICAS, context=48, rows=of_rows)
-    micro_batches = [numbers for pool in assigned.micro_batches for numbers in pool]
+    of_pools = [assigned.rows(pool) for pool in range(pools)]
+    micro_batches = [numbers for rows_of_pool in of_pools for numbers in rows_of_pool]
     assert sorted(np.concatenate(micro_batches).tolist()) == list(range(len(tokens)))
     assert max(int(tokens[numbers].sum()) for numbers in micro_batches) <= 48 * REPLICAS // pools
-    loads = [sum(work[numbers].sum() for numbers in pool) for pool in assigned.micro_batches]
-    assert max(loads) - min(loads) <= work.max() and len(loads) == pools and all(loads)
-    assert max(loads) in [loads[pool] for pool in assigned.slowest]  # several may be equally slow
+    loads = [sum(work[numbers].sum() for numbers in pool) for pool in of_pools]
+    assert max(loads) - min(loads) <= work.max() and all(loads)
+    assert assigned.seconds * REPLICAS / pools == pytest.approx(np.array(loads))
 
 
 def test_replicas_of_a_pool_have_its_micro_batches() -> None:
