@@ -7,13 +7,11 @@ last bin of Wikipedia (7 documents of a million), where it is 50 % larger.
 
 from __future__ import annotations
 
-import math
-import zipfile
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Annotated
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -197,33 +195,16 @@ def _cached_list(path: Path, modified: int) -> Lengths:
     """Read a file of lengths; cached by its time of modification."""
     try:
         with open(path, "rb") as file:
-            if path.suffix == ".npy":
-                loaded = _read_array(file)
-            else:
-                with zipfile.ZipFile(file) as archive, archive.open("lengths.npy") as member:
-                    loaded = _read_array(member)
-    except ConfigError as error:
-        raise ConfigError(f"lengths {path}: {error}") from None
+            loaded = np.load(file, allow_pickle=False)
+            lengths = loaded if isinstance(loaded, np.ndarray) else loaded["lengths"]
     except Exception:  # NumPy evaluates the header, and zipfile's decoders too raise many kinds for a damaged file
         raise ConfigError(
             f"lengths {path}: must be an .npy file, or an .npz file with an array called lengths; this one is none, or "
             "damaged"
         ) from None
-    if loaded.ndim != 1 or not loaded.size or loaded.dtype.kind not in "iu" or loaded.min() < 1 or loaded.max() > 2**31:
-        raise ConfigError(f"lengths {path}: must be a list of whole numbers from 1 to 2**31")
-    listed = loaded.astype(np.int64)
+    is_list = lengths.ndim == 1 and lengths.dtype.kind in "iu" and 1 <= lengths.size <= MAX_LISTED
+    if not is_list or lengths.min() < 1 or lengths.max() > 2**31:
+        raise ConfigError(f"lengths {path}: must be a list of 1 to {MAX_LISTED:,} whole numbers from 1 to 2**31")
+    listed = lengths.astype(np.int64)
     listed.setflags(write=False)
     return Lengths(path.stem, listed=(listed,))
-
-
-def _read_array(file: IO[bytes]) -> np.ndarray:
-    """Read an array in NumPy's format; the header is compared with the limit before memory is taken for the rest."""
-    version = np.lib.format.read_magic(file)
-    reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, _, dtype = reader(file)
-    count = math.prod(shape)
-    if not 0 <= count <= MAX_LISTED:
-        raise ConfigError(f"has {count:,} lengths; valid: at most {MAX_LISTED:,}")
-    if len(shape) != 1 or dtype.kind not in "iu":
-        raise ConfigError("must be a list of whole numbers from 1 to 2**31")
-    return np.frombuffer(file.read(count * dtype.itemsize), dtype, count)
