@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -113,24 +112,6 @@ def test_the_standard_library_packs_well_and_keeps_inside_the_vocabulary() -> No
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ({"context": 1}, "context = 1: must be 2 or more"),
-        ({"context": 0}, "context = 0"),
-        ({"seed": -1}, "seed = -1: must be 0 or more"),
-        ({"lookahead": 0}, "lookahead = 0: must be 1 or more"),
-        ({"replica": 2, "replicas": 2}, "replica = 2: must be 0 or more and less than replicas = 2"),
-        ({"replica": -1}, "replica = -1"),
-        ({"replicas": 0}, "replicas = 0"),
-    ],
-)
-def test_an_argument_out_of_range_is_named(arguments: dict[str, int], says: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        PackedStream(ListCorpus([5]), **{"context": 8, "seed": 0, **arguments})
-    assert says in str(error.value)
-
-
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0]])
 def test_a_corpus_without_tokens_is_refused(lengths: list[int]) -> None:
     with pytest.raises(ConfigError, match="no tokens"):
@@ -152,39 +133,6 @@ def test_a_state_of_other_rows_is_refused(other: dict[str, Any], name: str) -> N
     with pytest.raises(ConfigError) as error:
         PackedStream(**{**own, **other}).load_state_dict(state)
     assert name in str(error.value)
-
-
-def test_an_incomplete_state_is_refused() -> None:
-    stream = PackedStream(ListCorpus([5, 6]), 8, 0)
-    state = stream.state_dict()
-    del state["waiting"], state["rows"]
-    with pytest.raises(ConfigError, match="lacks rows, waiting"):
-        stream.load_state_dict(state)
-
-
-def test_a_row_that_cannot_be_read_is_not_passed_over(tmp_path: Path) -> None:
-    for number in range(6):
-        (tmp_path / f"{number}.txt").write_text(str(number) * 9)
-    expected = list(islice(PackedStream(open_corpus(tmp_path), 10, 0, replicas=2), 3))
-    stream = PackedStream(open_corpus(tmp_path), 10, 0, replicas=2)
-    assert same(next(stream), expected[0])
-    state = stream.state_dict()
-    path = tmp_path / f"{chr(expected[1].tokens[0])}.txt"
-    path.rename(tmp_path / "away")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        next(stream)
-    assert stream.state_dict() == state
-    (tmp_path / "away").rename(path)
-    assert same(next(stream), expected[1]) and same(next(stream), expected[2])
-
-
-def test_a_corpus_that_gives_other_lengths_than_it_promised_is_refused() -> None:
-    class Lying(ListCorpus):
-        def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-            return np.zeros(1, np.int64)
-
-    with pytest.raises(ConfigError, match=r"shape \[1\] for the 5 tokens"):
-        next(PackedStream(Lying([5]), 8, 0))
 
 
 # --- whole global batches ---------------------------------------------------------------------------------------------
@@ -269,25 +217,3 @@ def test_batches_go_on_exactly_and_with_any_number_of_replicas(
             counts.update(row.tokens.tolist())
         assert resumed.state_dict() == alone.state_dict()
     assert counts == expected
-
-
-def test_a_batch_for_others_is_refused_and_one_that_cannot_be_read_is_not_passed_over(tmp_path: Path) -> None:
-    stream = PackedStream(ListCorpus([5, 6]), 8, 0, replicas=2)
-    for arguments, says in (
-        ((2, dispatcher_for(1, 8)), "the dispatcher's replicas = 1: the stream has 2"),
-        ((2, dispatcher_for(2, 9)), "the dispatcher's context = 9: the stream has 8"),
-        ((3, dispatcher_for(2, 8)), "rows = 3: a global batch is a multiple of the 2 replicas"),
-        ((0, dispatcher_for(2, 8)), "rows = 0"),
-    ):
-        with pytest.raises(ConfigError, match=says):
-            stream.next_batch(*arguments)
-    for number in range(6):
-        (tmp_path / f"{number}.txt").write_text(str(number) * 9)
-    files = PackedStream(open_corpus(tmp_path), 10, 0)
-    state = files.state_dict()
-    (tmp_path / "3.txt").rename(tmp_path / "away")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        files.next_batch(6, dispatcher_for(1, 10))
-    assert files.state_dict() == state
-    (tmp_path / "away").rename(tmp_path / "3.txt")
-    assert len(files.next_batch(6, dispatcher_for(1, 10)).rows) == 6
