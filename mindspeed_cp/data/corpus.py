@@ -15,10 +15,11 @@ import sysconfig
 from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 
+from mindspeed_cp.data.packing import chunk_documents
 from mindspeed_cp.errors import ConfigError
 
 EOD = 256  #: end of a document
@@ -140,31 +141,19 @@ class FileCorpus(FileEntries):
         super().__init__(paths, lambda line, name: text_sizes.append(len(_text_of(line, name))))
         sizes = self.entries[:, 2].copy()
         sizes[self.entries[:, 3] > 0] = text_sizes
-        self._lengths = sizes + 1
-        self._lengths.setflags(write=False)
+        #: Number of tokens of each document (bytes + 1), int64 [documents], read-only.
+        self.lengths = sizes + 1
+        self.lengths.setflags(write=False)
         self._last_text: tuple[int, bytes] | None = None  # chunks of one long line are read in a row
-
-    def __repr__(self) -> str:
-        return f"FileCorpus({len(self)} documents in {len(self._files)} files, {int(self._lengths.sum())} tokens)"
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Number of tokens of each document (bytes + 1), int64 [documents], read-only."""
-        return self._lengths
 
     def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return tokens start .. stop-1 of a document, int64 [stop - start]; by default all; the last one is EOD.
 
         Raises:
-            IndexError: the document or its tokens do not exist.
             ConfigError: the file has been removed or changed since the corpus was opened.
         """
-        if not 0 <= document < len(self):
-            raise IndexError(f"document {document} of a corpus of {len(self)}")
-        length = int(self._lengths[document])
+        length = int(self.lengths[document])
         stop = length if stop is None else stop
-        if not 0 <= start <= stop <= length:
-            raise IndexError(f"tokens {start} .. {stop} of {self.name(document)}, which has {length}")
         last = min(stop, length - 1)  # the final token is no byte of the file
         if self.entries[document, 3]:
             if self._last_text is None or self._last_text[0] != document:
@@ -187,61 +176,51 @@ def open_corpus(source: str | Path) -> FileCorpus:
         ConfigError: the source does not exist, it has no such file, or a line is not a JSON object with a "text".
     """
     if str(source) == STDLIB:
-        root = Path(sysconfig.get_path("stdlib"))
-        paths = find_files(root, (".py",), STDLIB, NOT_STDLIB)
+        paths = find_files(sysconfig.get_path("stdlib"), (".py",), skip=NOT_STDLIB)
     else:
-        root, paths = user_files(source, USER_SUFFIXES, STDLIB)
+        paths = find_files(source, USER_SUFFIXES, f"{STDLIB!r}, ")
     corpus = FileCorpus(paths)
     if not len(corpus):
-        raise ConfigError(f"corpus {printable_path(root)}: has no document; its {JSON_LINES} files have no lines")
+        raise ConfigError(
+            f"corpus {printable_path(Path(source))}: has no document; its {JSON_LINES} files have no lines"
+        )
     return corpus
 
 
-def user_files(source: str | Path, suffixes: tuple[str, ...], name: str | None) -> tuple[Path, list[Path]]:
-    """Return the file or folder that a user names, and the files that it is or has; arguments as for `find_files`."""
-    if not str(source).strip():
-        valid = "" if name is None else f"{name!r}, "
-        raise ConfigError(f"corpus {str(source)!r} names nothing; valid: {valid}a file, or a folder of files")
-    root = Path(source).expanduser()
-    return root, find_files(root, suffixes, name)
-
-
 def find_files(
-    root: Path, suffixes: tuple[str, ...], name: str | None, skip: frozenset[str] = frozenset()
+    source: str | Path, suffixes: tuple[str, ...], valid: str = "", skip: frozenset[str] = frozenset()
 ) -> list[Path]:
     """Return a file, or the files below a folder, sorted by their path inside it.
 
     Names that begin with a dot are left out. Links are followed; each folder is read once.
 
     Args:
-        root: a file or a folder.
+        source: a file or a folder.
         suffixes: suffixes of the files to read.
-        name: the corpus that is valid in place of files, for errors; None: there is none.
+        valid: what is valid in place of files, with a comma, for errors.
         skip: names of folders that are left out.
 
     Raises:
         ConfigError: the source does not exist, has no file with one of the suffixes, or one that cannot be read.
     """
-    either = " or ".join(suffixes)
-    shown = printable_path(root)
+    root, either = Path(source).expanduser(), " or ".join(suffixes)
+    shown = f"corpus {printable_path(root)[:200]}"
     try:
-        exists = root.exists()
+        exists = str(source).strip() != "" and root.exists()
     except (OSError, ValueError) as error:  # a name that is too long, or has a NUL byte
-        raise ConfigError(f"corpus {shown[:200]}: {error}") from None
+        raise ConfigError(f"{shown}: {error}") from None
     if not exists:
-        valid = "" if name is None else f"{name!r}, "
-        raise ConfigError(f"corpus {shown}: no such file or folder; valid: {valid}a {either} file, or a folder of them")
-    if not root.is_dir() and root.suffix.lower() not in suffixes:
-        raise ConfigError(f"corpus {shown}: suffix {root.suffix!r} is not read; valid: {either}, or a folder of them")
-    paths = _files_below(root, suffixes, skip) if root.is_dir() else [root]
-    if not paths:
-        raise ConfigError(f"corpus {shown}: no {either} file in this folder or the folders in it")
-    irregular = next((path for path in paths if not path.is_file()), None)
-    if irregular is not None:
-        raise ConfigError(
-            f"corpus {printable_path(irregular)}: is no regular file; valid: {either}, or a folder of them"
-        )
-    return paths
+        raise ConfigError(f"{shown}: no such file or folder; valid: {valid}a {either} file, or a folder of them")
+    if root.is_dir():
+        paths = _files_below(root, suffixes, skip)
+        if not paths:
+            raise ConfigError(f"{shown}: no {either} file in this folder or the folders in it")
+        return paths
+    if root.suffix.lower() not in suffixes:
+        raise ConfigError(f"{shown}: suffix {root.suffix!r} is not read; valid: {either}, or a folder of them")
+    if not root.is_file():
+        raise ConfigError(f"{shown}: is no regular file; valid: {either}, or a folder of them")
+    return [root]
 
 
 def _files_below(root: Path, suffixes: tuple[str, ...], skip: frozenset[str]) -> list[Path]:
@@ -286,26 +265,32 @@ def printable_path(path: Path) -> str:
     return str(path).encode("utf-8", "backslashreplace").decode()
 
 
-def _text_of(line: bytes, where: str) -> bytes:
-    """Return the "text" of a JSON line, in UTF-8."""
+def json_object(line: bytes, where: str, key: str, example: str) -> dict[str, Any]:
+    """Return the object of a JSON line; raise ConfigError unless it is one that has `key`, as the example has."""
     try:
         value = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f'{where}: is no JSON ({error}); each line must be an object such as {{"text": "..."}}'
-        ) from None
-    text = value.get("text") if isinstance(value, dict) else None
-    if not isinstance(text, str):
+        raise ConfigError(f"{where}: is no JSON ({error}); each line must be an object such as {example}") from None
+    if not isinstance(value, dict) or key not in value:
         what = f"has the keys {sorted(value)}" if isinstance(value, dict) else f"is a JSON {type(value).__name__}"
-        if isinstance(value, dict) and "text" in value:
-            what = f'"text" is {json.dumps(text)[:40]}, which is no text'
-        raise ConfigError(f'{where}: {what}; each line must be an object with a text under "text"')
+        raise ConfigError(f"{where}: {what}; each line must be an object such as {example}")
+    return value
+
+
+def encode(text: str, where: str) -> bytes:
+    """Return a text in UTF-8; raise ConfigError for half a surrogate pair, which JSON can hold."""
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ConfigError(
-            f'{where}: "text" has half a surrogate pair at character {error.start}; mend the line'
-        ) from None
+        raise ConfigError(f"{where} has half a surrogate pair at character {error.start}; mend the line") from None
+
+
+def _text_of(line: bytes, where: str) -> bytes:
+    """Return the "text" of a JSON line, in UTF-8."""
+    text = json_object(line, where, "text", '{"text": "..."}')["text"]
+    if not isinstance(text, str):
+        raise ConfigError(f'{where}: "text" is {json.dumps(text)[:40]}, which is no text; give one in quotes')
+    return encode(text, f'{where}: "text"')
 
 
 def _unreadable(path: Path, error: OSError) -> ConfigError:
@@ -316,7 +301,7 @@ def _unreadable(path: Path, error: OSError) -> ConfigError:
 
 # Digests of what documents contain: equal lengths do not mean equal documents. A corpus has a few digests, each of
 # consecutive documents, which ranks compare at the start and a resumed run with its checkpoint. They cover all tokens
-# of a small corpus and blocks at random positions of a large one, so that opening it stays quick; what a run then reads
+# of a small corpus and evenly spaced blocks of a large one, so that opening it stays quick; what a run then reads
 # is digested row by row (:class:`mindspeed_cp.data.stream.ReplicaBatch`).
 
 DIGEST_BITS = 52  # ranks compare digests as float64, which holds integers of this size exactly
@@ -333,33 +318,21 @@ def corpus_digests(corpus: Corpus) -> list[str]:
     Raises:
         ConfigError: the corpus cannot be read.
     """
-    lengths = np.asarray(corpus.lengths, np.int64)
-    stops = np.cumsum(lengths)
+    documents = len(corpus.lengths)
     digests = [blake2b(digest_size=8) for _ in range(GROUPS)]
     whole: Sequence[bytes] | None = getattr(corpus, "group_digests", None)
     if whole is not None:
         for number, group_digest in enumerate(whole):
-            digests[number * GROUPS // len(lengths)].update(group_digest)
+            digests[number * GROUPS // documents].update(group_digest)
         return [digest.hexdigest() for digest in digests]
-    for document, start in _blocks(lengths, stops):
-        stop = min(start + BLOCK_TOKENS, int(lengths[document]))
-        digest = digests[document * GROUPS // len(lengths)]
-        digest.update(np.array([document, start, stop], "<i8").tobytes())
-        digest.update(_as_bytes(corpus.tokens(document, start, stop)))
+    blocks = chunk_documents(np.asarray(corpus.lengths, np.int64), BLOCK_TOKENS)
+    if int(blocks["length"].sum()) > WHOLE_TOKENS:
+        blocks = blocks[np.linspace(0, len(blocks) - 1, SAMPLED_BLOCKS).astype(np.int64)]
+    for document, start, length in blocks.tolist():
+        digest = digests[document * GROUPS // documents]
+        digest.update(np.array([document, start, start + length], "<i8").tobytes())
+        digest.update(_as_bytes(corpus.tokens(document, start, start + length)))
     return [digest.hexdigest() for digest in digests]
-
-
-def _blocks(lengths: np.ndarray, stops: np.ndarray) -> Iterable[tuple[int, int]]:
-    """Yield (document, first token) of the blocks to read, in the order of the corpus."""
-    total = int(stops[-1])
-    if total <= WHOLE_TOKENS:
-        for document, length in enumerate(lengths.tolist()):
-            yield from ((document, start) for start in range(0, length, BLOCK_TOKENS))
-        return
-    positions = np.random.PCG64(0).random_raw(SAMPLED_BLOCKS) % total  # the same numbers in all releases of NumPy
-    documents = np.searchsorted(stops, positions.astype(np.int64), "right")
-    starts = positions.astype(np.int64) - (stops - lengths)[documents]
-    yield from sorted(set(zip(documents.tolist(), (starts - starts % BLOCK_TOKENS).tolist(), strict=True)))
 
 
 def different_documents(digests: Sequence[str], others: Sequence[str], documents: int) -> str | None:

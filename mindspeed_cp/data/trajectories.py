@@ -6,16 +6,25 @@ once and keeps the shapes of its trees.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from mindspeed_cp.data.corpus import JSON_LINES, VOCAB_SIZE, FileEntries, printable_path, tokenize, user_files
+from mindspeed_cp.data.corpus import (
+    JSON_LINES,
+    VOCAB_SIZE,
+    FileEntries,
+    encode,
+    find_files,
+    json_object,
+    printable_path,
+    tokenize,
+)
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents, PackedTrajectories, ragged_arange
 from mindspeed_cp.schema.messages import short_repr
@@ -42,7 +51,9 @@ class TrajectoryCorpus:
         context: largest number of tree tokens of a group; None: any.
 
     Attributes:
+        lengths: tree tokens of each group, int64 [groups], read-only.
         flat_lengths: tokens of all trajectories of each group, int64 [groups].
+        learned_tokens: number of trajectory tokens to predict that have a weight.
         group_digests: digest of all that each group is: trees, tokens, trajectories, weights; 8 bytes each.
 
     Raises:
@@ -53,7 +64,7 @@ class TrajectoryCorpus:
         self._source, self._min_shared = groups, min_shared
         self._last: tuple[int, PackedTrajectories, Sequence[np.ndarray]] | None = None
         shapes, self.group_digests = [], list[bytes]()
-        flat, self._targets = np.zeros(len(groups), np.int64), 0
+        self.flat_lengths, self.learned_tokens = np.zeros(len(groups), np.int64), 0
         for number in range(len(groups)):
             packed, weights = self.group(number)
             if context is not None and packed.documents.tokens > context:
@@ -63,42 +74,24 @@ class TrajectoryCorpus:
                     "valid: data.seq_length of so many or more, or fewer or shorter trajectories"
                 )
             shapes.append((packed.documents.lengths, packed.documents.parents))
-            flat[number] = packed.flat_tokens
-            self._targets += int(sum(np.count_nonzero(weight[1:]) for weight in weights))
+            self.flat_lengths[number] = packed.flat_tokens
+            self.learned_tokens += int(sum(np.count_nonzero(weight[1:]) for weight in weights))
             self.group_digests.append(_digest(packed, weights))
         counts = [len(lengths) for lengths, _ in shapes]
         self._node_offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         self._node_lengths = np.concatenate([np.zeros(0, np.int64), *(lengths for lengths, _ in shapes)])
         self._node_parents = np.concatenate([np.zeros(0, np.int64), *(parents for _, parents in shapes)])
         sums = np.concatenate([[0], np.cumsum(self._node_lengths)])[self._node_offsets]
-        self._lengths = np.diff(sums).astype(np.int64)
-        for array in (self._lengths, flat):
-            array.setflags(write=False)
-        self.flat_lengths = flat
+        self.lengths = np.diff(sums).astype(np.int64)
+        self.lengths.setflags(write=False)
 
     def __len__(self) -> int:
-        return len(self._lengths)
-
-    def __repr__(self) -> str:
-        return (
-            f"TrajectoryCorpus({len(self)} groups, {int(self._lengths.sum())} tree tokens of "
-            f"{int(self.flat_lengths.sum())})"
-        )
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Number of tree tokens of each group, int64 [groups], read-only."""
-        return self._lengths
-
-    @property
-    def learned_tokens(self) -> int:
-        """Number of trajectory tokens to predict that have a weight."""
-        return self._targets
+        return len(self.lengths)
 
     @property
     def most_repeated(self) -> int:
         """Upper bound of the trajectory tokens for which a tree token stands, on average over any group."""
-        return int((-(-self.flat_lengths // np.maximum(self._lengths, 1))).max(initial=1))
+        return int((-(-self.flat_lengths // np.maximum(self.lengths, 1))).max(initial=1))
 
     def name(self, group: int) -> str:
         """Return the name of a group."""
@@ -152,10 +145,9 @@ def open_trajectories(source: str, min_shared: int = 1, context: int | None = No
     Raises:
         ConfigError: the source does not exist or has no group, or a group is not valid; names it.
     """
-    root, paths = user_files(source, (JSON_LINES,), None)
-    corpus = TrajectoryCorpus(TrajectoryFiles(paths), min_shared, context)
+    corpus = TrajectoryCorpus(TrajectoryFiles(find_files(source, (JSON_LINES,))), min_shared, context)
     if not len(corpus):
-        raise ConfigError(f"corpus {printable_path(root)}: has no group; its {JSON_LINES} files have no lines")
+        raise ConfigError(f"corpus {printable_path(Path(source))}: has no group; its {JSON_LINES} files have no lines")
     return corpus
 
 
@@ -231,13 +223,7 @@ def parse_group(line: bytes, where: str) -> TrajectoryGroup:
     Raises:
         ConfigError: it is no JSON object, has other keys, or a value that is not valid; names it.
     """
-    try:
-        value = json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: is no JSON ({error}); each line must be an object such as {_EXAMPLE}") from None
-    if not isinstance(value, dict) or "trajectories" not in value:
-        what = f"has the keys {sorted(value)}" if isinstance(value, dict) else f"is a JSON {type(value).__name__}"
-        raise ConfigError(f"{where}: {what}; each line must be an object such as {_EXAMPLE}")
+    value = json_object(line, where, "trajectories", _EXAMPLE)
     unknown = sorted(value.keys() - set(KEYS))
     if unknown:
         raise ConfigError(f"{where}: unknown key {unknown[0]!r}; valid: {', '.join(KEYS)}")
@@ -266,10 +252,7 @@ def parse_group(line: bytes, where: str) -> TrajectoryGroup:
 def _tokens(value: Any, where: str, is_end: bool) -> np.ndarray:
     """Return the token numbers of a text or a list, int64 [tokens]; a text with `is_end` ends with EOD."""
     if isinstance(value, str):
-        try:
-            return tokenize(value.encode("utf-8"), end=is_end)
-        except UnicodeEncodeError as error:
-            raise ConfigError(f"{where} has half a surrogate pair at character {error.start}; mend the line") from None
+        return tokenize(encode(value, where), end=is_end)
     valid = f"a text, or a list of token numbers from 0 to {VOCAB_SIZE - 1}"
     if not isinstance(value, list):
         raise ConfigError(f"{where} is {short_repr(value)}; valid: {valid}")
