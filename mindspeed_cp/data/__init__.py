@@ -8,7 +8,6 @@ from mindspeed_cp.data.corpus import (
     FileCorpus,
     check_learnable,
     corpus_digests,
-    detokenize,
     different_documents,
     open_corpus,
     tokenize,
@@ -18,7 +17,7 @@ from mindspeed_cp.data.document_cost import DocumentCost
 from mindspeed_cp.data.packing import Packer
 from mindspeed_cp.data.pool import PoolModel
 from mindspeed_cp.data.stream import PackedRow, PackedStream, ReplicaBatch, TreeRow, TreeStream, open_stream
-from mindspeed_cp.data.trajectories import TrajectoryCorpus, TrajectoryFiles, TrajectoryGroup, open_trajectories
+from mindspeed_cp.data.trajectories import TrajectoryCorpus, TrajectoryGroup, open_trajectories
 
 __all__ = [
     "EOD",
@@ -35,14 +34,12 @@ __all__ = [
     "PoolModel",
     "ReplicaBatch",
     "TrajectoryCorpus",
-    "TrajectoryFiles",
     "TrajectoryGroup",
     "TreeRow",
     "TreeStream",
     "assign",
     "check_learnable",
     "corpus_digests",
-    "detokenize",
     "different_documents",
     "open_corpus",
     "open_stream",

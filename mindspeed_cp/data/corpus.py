@@ -1,8 +1,7 @@
 """Corpora of files: the sources of the standard library, or text and JSON-lines files of the user.
 
-Opening a corpus determines the number and lengths of its documents; contents are read on demand, and every read checks
-that the file is as it was. Tokens are bytes, and one that ends a document: so any file can be read, and the number of
-tokens follows from its size::
+A corpus is read when it is opened, and each rank holds it in memory. Tokens are bytes, and one that ends a document, so
+that any file can be read::
 
     b"if"  ->  [105, 102, 256]
 """
@@ -12,14 +11,13 @@ from __future__ import annotations
 import json
 import os
 import sysconfig
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from mindspeed_cp.data.packing import chunk_documents
 from mindspeed_cp.errors import ConfigError
 
 EOD = 256  #: end of a document
@@ -27,6 +25,7 @@ VOCAB_SIZE = 257
 
 STDLIB, JSON_LINES = "stdlib", ".jsonl"
 USER_SUFFIXES = (".txt", JSON_LINES)
+MAX_BYTES = 2**31  # of all files of a corpus
 #: Folders of the standard library with other packages or without sources; they differ between machines.
 NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
@@ -36,11 +35,6 @@ def tokenize(content: bytes, end: bool = True) -> np.ndarray:
     tokens = np.full(len(content) + end, EOD, np.int64)
     tokens[: len(content)] = np.frombuffer(content, np.uint8)
     return tokens
-
-
-def detokenize(tokens: np.ndarray) -> bytes:
-    """Return the bytes of `tokens` (int [tokens]) without EOD."""
-    return tokens[tokens != EOD].astype(np.uint8).tobytes()
 
 
 class Corpus(Protocol):
@@ -54,114 +48,20 @@ class Corpus(Protocol):
         """Return tokens start .. stop-1 of a document, int64 [stop - start]; by default all."""
 
 
-class FileEntries:
-    """Byte ranges of files, in the order of `paths`: the lines of a .jsonl file that are not blank, or any other file.
+class FileCorpus:
+    """Documents in memory: the tokens of a document are its bytes and EOD; an empty one has one token."""
 
-    Args:
-        paths: the files.
-        on_line: called with each line of .jsonl files and its name.
-
-    Raises:
-        ConfigError: a file cannot be read.
-    """
-
-    def __init__(self, paths: Sequence[Path], on_line: Callable[[bytes, str], object] = lambda line, name: None):
-        self._files: list[tuple[Path, int, int]] = []  # path, bytes, and time of modification in nanoseconds
-        entries: list[tuple[int, int, int, int]] = []
-        for number, path in enumerate(paths):
-            try:
-                status, start = path.stat(), 0
-                self._files.append((path, status.st_size, status.st_mtime_ns))
-                if path.suffix.lower() != JSON_LINES:
-                    entries.append((number, 0, status.st_size, 0))
-                    continue
-                with path.open("rb") as opened:
-                    for line_number, line in enumerate(opened, 1):
-                        if line.strip():
-                            entries.append((number, start, len(line), line_number))
-                            on_line(line, f"{printable_path(path)}:{line_number}")
-                        start += len(line)
-                    self._check(number, opened)
-            except OSError as error:
-                raise _unreadable(path, error) from None
-        #: File, first byte, number of bytes and line (from 1; 0: the whole file) of each entry, int64 [entries, 4].
-        self.entries = np.array(entries, np.int64).reshape(-1, 4)
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    def name(self, entry: int) -> str:
-        """Return the path of an entry, for a .jsonl file `path:line`."""
-        file, _, _, line = self.entries[entry].tolist()
-        path = printable_path(self._files[file][0])
-        return f"{path}:{line}" if line else path
-
-    def read_bytes(self, entry: int, start: int = 0, stop: int | None = None) -> bytes:
-        """Read bytes start .. stop-1 of an entry; by default all.
-
-        Raises:
-            ConfigError: its file has been removed or changed since it was opened.
-        """
-        file, first, size, _ = self.entries[entry].tolist()
-        path, file_size, _ = self._files[file]
-        count = (size if stop is None else stop) - start
-        try:
-            with path.open("rb") as opened:
-                opened.seek(first + start)
-                content = opened.read(count)
-                self._check(file, opened)
-        except OSError as error:
-            raise _unreadable(path, error) from None
-        if len(content) != count:
-            raise ConfigError(
-                f"{printable_path(path)}: ended after {first + start + len(content)} of its {file_size} bytes"
-            )
-        return content
-
-    def _check(self, file: int, opened: BinaryIO) -> None:
-        path, size, modified = self._files[file]
-        now = os.fstat(opened.fileno())
-        if (now.st_size, now.st_mtime_ns) != (size, modified):
-            raise ConfigError(
-                f"{printable_path(path)}: has changed since the corpus was opened (it had {size} bytes, now "
-                f"{now.st_size}); leave a corpus alone while a run reads it, and start the run anew"
-            )
-
-
-class FileCorpus(FileEntries):
-    """Documents of files: the tokens of a document are its bytes (of a JSON line: its "text" in UTF-8) and EOD; an
-    empty file is a document of one token. Opening the corpus reads .jsonl files once, and only the sizes of others.
-
-    Raises:
-        ConfigError: a file cannot be read, or a line is not a JSON object with a text under "text".
-    """
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        text_sizes: list[int] = []
-        super().__init__(paths, lambda line, name: text_sizes.append(len(_text_of(line, name))))
-        sizes = self.entries[:, 2].copy()
-        sizes[self.entries[:, 3] > 0] = text_sizes
-        #: Number of tokens of each document (bytes + 1), int64 [documents], read-only.
-        self.lengths = sizes + 1
+    def __init__(self, texts: Sequence[bytes]) -> None:
+        self._texts = texts
+        #: Number of tokens of each document, int64 [documents], read-only.
+        self.lengths = np.array([len(text) + 1 for text in texts], np.int64)
         self.lengths.setflags(write=False)
-        self._last_text: tuple[int, bytes] | None = None  # chunks of one long line are read in a row
 
     def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return tokens start .. stop-1 of a document, int64 [stop - start]; by default all; the last one is EOD.
-
-        Raises:
-            ConfigError: the file has been removed or changed since the corpus was opened.
-        """
-        length = int(self.lengths[document])
-        stop = length if stop is None else stop
-        last = min(stop, length - 1)  # the final token is no byte of the file
-        if self.entries[document, 3]:
-            if self._last_text is None or self._last_text[0] != document:
-                self._last_text = document, _text_of(self.read_bytes(document), self.name(document))
-            content = self._last_text[1][start:last]
-        else:
-            content = self.read_bytes(document, min(start, last), last)
-        return tokenize(content, end=stop == length and start < length)
+        """Return tokens start .. stop-1 of a document, int64 [stop - start]; by default all; the last one is EOD."""
+        text = self._texts[document]
+        stop = len(text) + 1 if stop is None else stop
+        return tokenize(text[start:stop], end=start < stop == len(text) + 1)
 
 
 def open_corpus(source: str | Path) -> FileCorpus:
@@ -179,12 +79,40 @@ def open_corpus(source: str | Path) -> FileCorpus:
         paths = find_files(sysconfig.get_path("stdlib"), (".py",), skip=NOT_STDLIB)
     else:
         paths = find_files(source, USER_SUFFIXES, f"{STDLIB!r}, ")
-    corpus = FileCorpus(paths)
-    if not len(corpus):
+    texts = [_text_of(content, name) if is_line else content for name, content, is_line in read_entries(paths)]
+    if not texts:
         raise ConfigError(
             f"corpus {printable_path(Path(source))}: has no document; its {JSON_LINES} files have no lines"
         )
-    return corpus
+    return FileCorpus(texts)
+
+
+def read_entries(paths: Sequence[Path]) -> Iterator[tuple[str, bytes, bool]]:
+    """Yield each line of .jsonl files that is not blank, with its name `path:line`, and each other file: name, content,
+    and True for a line.
+
+    Raises:
+        ConfigError: a file cannot be read, or they have more than MAX_BYTES in all.
+    """
+    total = 0
+    for path in paths:
+        shown = printable_path(path)
+        try:
+            with path.open("rb") as opened:
+                total += os.fstat(opened.fileno()).st_size
+                if total > MAX_BYTES:
+                    raise ConfigError(
+                        f"{shown}: the corpus has more than {MAX_BYTES:,} bytes with this file, and each rank holds it "
+                        "in memory; give a part of it, or train by Megatron's own scripts"
+                    )
+                if path.suffix.lower() != JSON_LINES:
+                    yield shown, opened.read(), False
+                    continue
+                for number, line in enumerate(opened, 1):
+                    if line.strip():
+                        yield f"{shown}:{number}", line, True
+        except OSError as error:
+            raise ConfigError(f"{shown}: cannot be read ({error.strerror})") from None
 
 
 def find_files(
@@ -201,7 +129,7 @@ def find_files(
         skip: names of folders that are left out.
 
     Raises:
-        ConfigError: the source does not exist, has no file with one of the suffixes, or one that cannot be read.
+        ConfigError: the source does not exist, or has no file with one of the suffixes.
     """
     root, either = Path(source).expanduser(), " or ".join(suffixes)
     shown = f"corpus {printable_path(root)[:200]}"
@@ -293,45 +221,25 @@ def _text_of(line: bytes, where: str) -> bytes:
     return encode(text, f'{where}: "text"')
 
 
-def _unreadable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"{printable_path(path)}: cannot be read ({error.strerror}); leave a corpus in place while a run reads it"
-    )
-
-
 # Digests of what documents contain: equal lengths do not mean equal documents. A corpus has a few digests, each of
-# consecutive documents, which ranks compare at the start and a resumed run with its checkpoint. They cover all tokens
-# of a small corpus and evenly spaced blocks of a large one, so that opening it stays quick; what a run then reads
-# is digested row by row (:class:`mindspeed_cp.data.stream.ReplicaBatch`).
+# consecutive documents, which ranks compare at the start and a resumed run with its checkpoint. Rows are digested, too
+# (:class:`mindspeed_cp.data.stream.ReplicaBatch`).
 
 DIGEST_BITS = 52  # ranks compare digests as float64, which holds integers of this size exactly
-WHOLE_TOKENS = 2**24  # of a corpus that is digested as a whole
-BLOCK_TOKENS, SAMPLED_BLOCKS = 2**14, 1024  # of larger ones
 GROUPS = 16  # digests of a corpus
 
 
 def corpus_digests(corpus: Corpus) -> list[str]:
-    """Return the digests of GROUPS runs of documents, each 16 hexadecimal digits; all blocks are read.
-
-    Groups of trajectories were digested as a whole when their corpus was opened.
-
-    Raises:
-        ConfigError: the corpus cannot be read.
-    """
+    """Return the digests of GROUPS runs of documents, each 16 hexadecimal digits."""
     documents = len(corpus.lengths)
     digests = [blake2b(digest_size=8) for _ in range(GROUPS)]
-    whole: Sequence[bytes] | None = getattr(corpus, "group_digests", None)
-    if whole is not None:
-        for number, group_digest in enumerate(whole):
-            digests[number * GROUPS // documents].update(group_digest)
-        return [digest.hexdigest() for digest in digests]
-    blocks = chunk_documents(np.asarray(corpus.lengths, np.int64), BLOCK_TOKENS)
-    if int(blocks["length"].sum()) > WHOLE_TOKENS:
-        blocks = blocks[np.linspace(0, len(blocks) - 1, SAMPLED_BLOCKS).astype(np.int64)]
-    for document, start, length in blocks.tolist():
+    of_groups: Sequence[bytes] | None = getattr(corpus, "group_digests", None)
+    for document in range(documents):
         digest = digests[document * GROUPS // documents]
-        digest.update(np.array([document, start, start + length], "<i8").tobytes())
-        digest.update(_as_bytes(corpus.tokens(document, start, start + length)))
+        if of_groups is not None:
+            digest.update(of_groups[document])
+        else:
+            digest.update(document.to_bytes(8, "little") + _as_bytes(corpus.tokens(document)))
     return [digest.hexdigest() for digest in digests]
 
 

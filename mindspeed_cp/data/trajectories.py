@@ -1,28 +1,28 @@
 """A corpus of groups of trajectories, each of which is packed as prefix trees and stays whole.
 
-As a document, a group has its tree tokens: packing and dispatch take it as one. Opening the corpus reads every group
-once and keeps the shapes of its trees.
+As a document, a group has its tree tokens: packing and dispatch take it as one. A corpus is read when it is opened, and
+each rank holds it in memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from mindspeed_cp.data.corpus import (
     JSON_LINES,
     VOCAB_SIZE,
-    FileEntries,
     encode,
     find_files,
     json_object,
     printable_path,
+    read_entries,
     tokenize,
 )
 from mindspeed_cp.errors import ConfigError
@@ -30,23 +30,11 @@ from mindspeed_cp.layout import Documents, PackedTrajectories, ragged_arange
 from mindspeed_cp.schema.messages import short_repr
 
 
-class GroupSource(Protocol):
-    """Groups numbered from 0: those of files, or generated ones."""
-
-    def __len__(self) -> int: ...
-
-    def name(self, group: int) -> str:
-        """Return the name of a group for messages."""
-
-    def read(self, group: int) -> TrajectoryGroup:
-        """Return a group, the same at every call."""
-
-
 class TrajectoryCorpus:
     """Groups of trajectories as documents of a corpus.
 
     Args:
-        groups: where groups come from.
+        groups: name, for messages, and content of each.
         min_shared: least number of first tokens that trajectories must have in common to be one tree.
         context: largest number of tree tokens of a group; None: any.
 
@@ -60,30 +48,30 @@ class TrajectoryCorpus:
         ConfigError: a group is not valid, or has more tree tokens than the context; names it.
     """
 
-    def __init__(self, groups: GroupSource, min_shared: int = 1, context: int | None = None) -> None:
-        self._source, self._min_shared = groups, min_shared
-        self._last: tuple[int, PackedTrajectories, Sequence[np.ndarray]] | None = None
-        shapes, self.group_digests = [], list[bytes]()
-        self.flat_lengths, self.learned_tokens = np.zeros(len(groups), np.int64), 0
-        for number in range(len(groups)):
-            packed, weights = self.group(number)
+    def __init__(
+        self, groups: Iterable[tuple[str, TrajectoryGroup]], min_shared: int = 1, context: int | None = None
+    ) -> None:
+        self._groups: list[tuple[PackedTrajectories, Sequence[np.ndarray]]] = []
+        for name, group in groups:
+            packed = Documents.from_trajectories(group.trajectories, min_shared, must_share=False)
             if context is not None and packed.documents.tokens > context:
                 raise ConfigError(
-                    f"{groups.name(number)}: has {packed.documents.tokens} tree tokens ({packed.flat_tokens} of its "
+                    f"{name}: has {packed.documents.tokens} tree tokens ({packed.flat_tokens} of its "
                     f"{len(packed.tree_tokens)} trajectories), and data.seq_length = {context}; a group is not cut: "
                     "valid: data.seq_length of so many or more, or fewer or shorter trajectories"
                 )
-            shapes.append((packed.documents.lengths, packed.documents.parents))
-            self.flat_lengths[number] = packed.flat_tokens
-            self.learned_tokens += int(sum(np.count_nonzero(weight[1:]) for weight in weights))
-            self.group_digests.append(_digest(packed, weights))
-        counts = [len(lengths) for lengths, _ in shapes]
-        self._node_offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        self._node_lengths = np.concatenate([np.zeros(0, np.int64), *(lengths for lengths, _ in shapes)])
-        self._node_parents = np.concatenate([np.zeros(0, np.int64), *(parents for _, parents in shapes)])
-        sums = np.concatenate([[0], np.cumsum(self._node_lengths)])[self._node_offsets]
-        self.lengths = np.diff(sums).astype(np.int64)
+            self._groups.append((packed, group.weights))
+        self.group_digests = [_digest(packed, weights) for packed, weights in self._groups]
+        self.learned_tokens = sum(
+            int(np.count_nonzero(weight[1:])) for _, weights in self._groups for weight in weights
+        )
+        shapes = [packed.documents for packed, _ in self._groups]
+        self._node_offsets = np.cumsum([0, *map(len, shapes)])
+        self._node_lengths = np.concatenate([np.zeros(0, np.int64), *(shape.lengths for shape in shapes)])
+        self._node_parents = np.concatenate([np.zeros(0, np.int64), *(shape.parents for shape in shapes)])
+        self.lengths = np.array([shape.tokens for shape in shapes], np.int64)
         self.lengths.setflags(write=False)
+        self.flat_lengths = np.array([packed.flat_tokens for packed, _ in self._groups], np.int64)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -93,21 +81,9 @@ class TrajectoryCorpus:
         """Upper bound of the trajectory tokens for which a tree token stands, on average over any group."""
         return int((-(-self.flat_lengths // np.maximum(self.lengths, 1))).max(initial=1))
 
-    def name(self, group: int) -> str:
-        """Return the name of a group."""
-        return self._source.name(group)
-
     def group(self, group: int) -> tuple[PackedTrajectories, Sequence[np.ndarray]]:
-        """Return the trees of a group, and the loss weights of each trajectory's tokens, fp64 [length] each.
-
-        Raises:
-            ConfigError: its file has been removed or changed since the corpus was opened.
-        """
-        if self._last is None or self._last[0] != group:
-            given = self._source.read(group)
-            packed = Documents.from_trajectories(given.trajectories, self._min_shared, must_share=False)
-            self._last = group, packed, given.weights
-        return self._last[1:]
+        """Return the trees of a group, and the loss weights of each trajectory's tokens, fp64 [length] each."""
+        return self._groups[group]
 
     def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return tree tokens start .. stop-1 of a group, int64 [stop - start]; by default all."""
@@ -145,7 +121,8 @@ def open_trajectories(source: str, min_shared: int = 1, context: int | None = No
     Raises:
         ConfigError: the source does not exist or has no group, or a group is not valid; names it.
     """
-    corpus = TrajectoryCorpus(TrajectoryFiles(find_files(source, (JSON_LINES,))), min_shared, context)
+    lines = read_entries(find_files(source, (JSON_LINES,)))
+    corpus = TrajectoryCorpus(((name, parse_group(line, name)) for name, line, _ in lines), min_shared, context)
     if not len(corpus):
         raise ConfigError(f"corpus {printable_path(Path(source))}: has no group; its {JSON_LINES} files have no lines")
     return corpus
@@ -203,18 +180,6 @@ class TrajectoryGroup:
 
     trajectories: Sequence[np.ndarray]
     weights: Sequence[np.ndarray]
-
-
-class TrajectoryFiles(FileEntries):
-    """Groups of .jsonl files; lines are read on demand."""
-
-    def read(self, group: int) -> TrajectoryGroup:
-        """Read a group.
-
-        Raises:
-            ConfigError: the line is no group, or the file has been removed or changed since it was opened.
-        """
-        return parse_group(self.read_bytes(group), self.name(group))
 
 
 def parse_group(line: bytes, where: str) -> TrajectoryGroup:
