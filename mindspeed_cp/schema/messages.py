@@ -164,6 +164,7 @@ def to_setting_error(model: type[BaseModel], error: ValidationError) -> SettingE
     if first["type"] == "extra_forbidden":
         return unknown_key(model, key, location[-1])
     info = model.model_fields.get(location[0]) if location else None
+    key = ".".join(part for part in location if part == location[0] or part.isdigit())  # without the types of a union
     if first["type"] == "missing":
         return SettingError(key, f"{key}: is missing; it must be {describe_valid_values(info) if info else 'given'}")
     if info is None:
