@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from hashlib import blake2b
 from typing import Any
-
-import numpy as np
 
 from mindspeed_cp.algorithms.registry import ALGORITHMS
 from mindspeed_cp.choose.candidates import Candidate, default_candidates
@@ -112,7 +111,7 @@ class _TrialRunner:
         self._memory, self._options = memory, options
         self._balanced = [balanced_lower_bound(batch, topology.ranks, cost) for batch in batches]
         self._best = float("inf")  # seconds over all batches, of a candidate that fits into memory
-        self._simulated: dict[int, list[tuple[Candidate, Plan, Timeline]]] = {}  # hierarchical plans of each batch
+        self._simulated: dict[tuple[int, bytes], tuple[Candidate, Timeline]] = {}  # hierarchical plans by batch
 
     def run(self, candidate: Candidate) -> CandidateTrial:
         """Try a candidate on all batches, or until it cannot be the fastest."""
@@ -124,14 +123,15 @@ class _TrialRunner:
                     if before + bound.seconds + after > self._best:
                         return _dropped(trial, number, bound)
                 plan = candidate.build_plan(batch, self._topology, self._cost.attention, self._options)
-                owner, timeline = self._find_simulated(candidate, number, plan)
+                key = number, plan_key(plan) if candidate.algorithm == "hierarchical" else b""
+                owner, timeline = self._simulated.get(key, (candidate, None))
                 if timeline is None:
                     bound = plan_lower_bound(plan, self._cost)
                     if before + bound.seconds + after > self._best:
                         return _dropped(trial, number, bound)
                     timeline = simulate_plan(plan, self._cost.cluster, self._cost.layer, COARSE_SPANS)
                     if candidate.algorithm == "hierarchical":
-                        self._simulated.setdefault(number, []).append((candidate, plan, timeline))
+                        self._simulated[key] = candidate, timeline
                 owners.add(owner)
                 plans.append(plan)
                 trial = replace(
@@ -162,13 +162,6 @@ class _TrialRunner:
         elif candidate.algorithm in RING_ALGORITHMS:
             yield layout_lower_bound(batch, self._topology.ranks, self._cost, layout)
 
-    def _find_simulated(self, candidate: Candidate, number: int, plan: Plan) -> tuple[Candidate, Timeline | None]:
-        """Return the first candidate with the same plan of a batch and its timeline, or the candidate and None."""
-        for owner, simulated, timeline in self._simulated.get(number, ()):
-            if same_plan(simulated, plan):
-                return owner, timeline
-        return candidate, None
-
 
 def memory_refusal(plans: Sequence[Plan], layer: LayerCost, memory: float) -> str | None:
     """Return an error text if one of the plans needs more than `memory` bytes on a rank in a layer, else None."""
@@ -188,21 +181,16 @@ def _dropped(trial: CandidateTrial, number: int, bound: LowerBound) -> Candidate
     )
 
 
-def same_plan(first: Plan, second: Plan) -> bool:
-    """Return True if two plans of the same batch, ranks and attention are equal."""
-    orders = [(plan.forward_order, plan.backward_order, len(plan.parts)) for plan in (first, second)]
-    if orders[0] != orders[1]:
-        return False
-    pairs = [(_arrays(a), _arrays(b)) for a, b in zip((first, *first.parts), (second, *second.parts), strict=True)]
-    return all(len(a) == len(b) and all(map(np.array_equal, a, b)) for a, b in pairs)
-
-
-def _arrays(plan: Plan) -> list[np.ndarray]:
-    """Return all arrays of a plan except those of its parts."""
-    layouts = (plan.layout, plan.kv_layout_in, plan.q_layout_compute, plan.kv_layout_compute, plan.batch_layout)
-    arrays = [array for layout in layouts for array in (layout.spans, layout.heads) if array is not None]
-    for program in (plan.forward, plan.backward):
-        arrays += [program.capacity, program.contents, program.spans]
-        for messages in (program.fetch, program.reduce):
-            arrays += [messages.items, messages.runs]
-    return arrays
+def plan_key(plan: Plan) -> bytes:
+    """Return a digest of all that a plan does, which equal plans of a batch have in common."""
+    digest = blake2b(repr((plan.forward_order, plan.backward_order)).encode(), digest_size=16)
+    for part in (plan, *plan.parts):
+        layouts = (part.layout, part.kv_layout_in, part.q_layout_compute, part.kv_layout_compute, part.batch_layout)
+        arrays = [array for layout in layouts for array in (layout.spans, layout.heads) if array is not None]
+        for program in (part.forward, part.backward):
+            arrays += [program.capacity, program.contents, program.spans]
+            for messages in (program.fetch, program.reduce):
+                arrays += [messages.items, messages.runs]
+        for array in arrays:
+            digest.update(repr(array.shape).encode() + array.tobytes())
+    return digest.digest()

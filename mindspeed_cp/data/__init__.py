@@ -1,6 +1,6 @@
 """Documents, packed rows, and their assignment to data-parallel replicas.  NumPy only."""
 
-from mindspeed_cp.data.balance import Assignment, assign
+from mindspeed_cp.data.balance import DocumentCost, assign
 from mindspeed_cp.data.corpus import (
     EOD,
     VOCAB_SIZE,
@@ -12,8 +12,7 @@ from mindspeed_cp.data.corpus import (
     open_corpus,
     tokenize,
 )
-from mindspeed_cp.data.dispatch import DispatchedBatch, Dispatcher
-from mindspeed_cp.data.document_cost import DocumentCost
+from mindspeed_cp.data.dispatch import Dispatcher
 from mindspeed_cp.data.packing import Packer
 from mindspeed_cp.data.pool import PoolModel
 from mindspeed_cp.data.stream import PackedRow, PackedStream, ReplicaBatch, TreeRow, TreeStream, open_stream
@@ -22,9 +21,7 @@ from mindspeed_cp.data.trajectories import TrajectoryCorpus, TrajectoryGroup, op
 __all__ = [
     "EOD",
     "VOCAB_SIZE",
-    "Assignment",
     "Corpus",
-    "DispatchedBatch",
     "Dispatcher",
     "DocumentCost",
     "FileCorpus",

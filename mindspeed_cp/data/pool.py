@@ -27,9 +27,8 @@ from mindspeed_cp.algorithms.hierarchical import choose_placement
 from mindspeed_cp.choose.batch_chooser import PLACEMENT_OPTIONS, SIMULATED_WITHIN
 from mindspeed_cp.cluster import LayerCost
 from mindspeed_cp.cluster.cluster import cluster_of
-from mindspeed_cp.data.balance import Assignment, assign
+from mindspeed_cp.data.balance import LINEAR_KERNELS, Assignment, assign
 from mindspeed_cp.data.candidates import BACKWARD, pipeline_time
-from mindspeed_cp.data.document_cost import LINEAR_KERNELS
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig, Topology
