@@ -24,8 +24,7 @@ from mindspeed_cp.algorithms.hierarchical import choose_placement
 from mindspeed_cp.algorithms.hybrid import default_ulysses_degree
 from mindspeed_cp.algorithms.layouts import build_layouts
 from mindspeed_cp.choose.candidates import Candidate
-from mindspeed_cp.choose.choose import KV_FETCH_ALGORITHMS, memory_refusal
-from mindspeed_cp.choose.decision import Decision
+from mindspeed_cp.choose.choose import KV_FETCH_ALGORITHMS, Decision, memory_refusal
 from mindspeed_cp.choose.lower_bounds import busiest_link_seconds, kv_fetch_link_seconds, min_attention_seconds
 from mindspeed_cp.cluster.cluster import Cluster, cluster_of
 from mindspeed_cp.cluster.compute import ComputeCost, LayerCost

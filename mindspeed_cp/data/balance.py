@@ -200,9 +200,9 @@ def _numbers(name: str, values: Sequence[float] | np.ndarray, kind: type) -> np.
 #
 # Every rank of the replica has an equal share of the document. The time of linear layers is proportional to tokens,
 # that of attention to the visible (query, key) pairs, with a higher rate for short tiles
-# (`mindspeed_cp.cluster.ComputeCost`); the backward takes 2 and 2.5 times as long. A micro-batch adds the launches of its
-# kernels. Communication is left out: most of it is hidden, and the rest grows with the documents, as compute does. Only
-# elementwise sums, products and quotients are used, so every machine gets the same bits.
+# (`mindspeed_cp.cluster.ComputeCost`); the backward takes 2 and 2.5 times as long. A micro-batch adds the launches of
+# its kernels. Communication is left out: most of it is hidden, and the rest grows with the documents, as compute does.
+# Only elementwise sums, products and quotients are used, so every machine gets the same bits.
 
 #: Kernels of a layer besides attention, forward and backward: norms, projections, rotary positions, MLP, residuals.
 LINEAR_KERNELS = 36
