@@ -19,6 +19,7 @@ LINKS = (
     ("cluster/presets", "../../configs/clusters", "a2.yaml", "#"),
     ("data/length_bins", "../../configs/lengths", "wikipedia.yaml", "#"),
     ("config/quickstart.yaml", "../../configs/quickstart.yaml", "", "#"),
+    ("config/reference.yaml", "../../configs/reference.yaml", "", "#"),
 )
 
 for name, target, file, beginning in LINKS:

@@ -18,6 +18,7 @@ DATA = {
     "cluster/presets": "configs/clusters",
     "data/length_bins": "configs/lengths",
     "config/quickstart.yaml": "configs/quickstart.yaml",
+    "config/reference.yaml": "configs/reference.yaml",
 }
 
 pytestmark = pytest.mark.skipif(

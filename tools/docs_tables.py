@@ -13,11 +13,11 @@ from pathlib import Path
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
 from mindspeed_cp.algorithms import ALGORITHMS, Algorithm, AlgorithmOption
 from mindspeed_cp.algorithms.registry import with_reduce_dtype
-from mindspeed_cp.config.reference import reference_yaml
 from mindspeed_cp.device.versions import versions_md
 from mindspeed_cp.report.plan import PlanSummary, summarize_plan
 from tools import cann_table, convert_table, glossary, megatron_arguments, mindspeed_table, reliability
 from tools.capabilities import capabilities_md
+from tools.reference import reference_yaml
 
 ROOT = Path(__file__).parent.parent
 OPTIONS_HEAD = "| algorithm | Megatron, MindSpeed | options (defaults) | use it for |\n|---|---|---|---|\n"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from mindspeed_cp.choose.candidates import Candidate, default_candidates, parse_candidate
-from mindspeed_cp.choose.choose import choose_algorithm
+from mindspeed_cp.choose.choose import Decision, choose_algorithm
 from mindspeed_cp.choose.compare import Comparison, SimulationCase, compare_algorithms
-from mindspeed_cp.choose.decision import Decision
 
 __all__ = [
     "Candidate",

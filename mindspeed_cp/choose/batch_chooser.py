@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,7 @@ from mindspeed_cp.algorithms.hierarchical import choose_placement
 from mindspeed_cp.algorithms.hybrid import default_ulysses_degree
 from mindspeed_cp.algorithms.layouts import build_layouts
 from mindspeed_cp.choose.candidates import Candidate
-from mindspeed_cp.choose.choose import KV_FETCH_ALGORITHMS, memory_refusal
-from mindspeed_cp.choose.decision import Decision
+from mindspeed_cp.choose.choose import KV_FETCH_ALGORITHMS, Decision, memory_refusal
 from mindspeed_cp.choose.lower_bounds import busiest_link_seconds, kv_fetch_link_seconds, min_attention_seconds
 from mindspeed_cp.cluster.cluster import Cluster, cluster_of
 from mindspeed_cp.cluster.compute import ComputeCost, LayerCost
@@ -105,7 +104,7 @@ class BatchChooser:
         self._memory = cluster.memory if memory is None else memory
         self._sample_links: dict[Candidate, tuple[int, tuple[float, float]]] = {}  # tokens, seconds per direction
         self._factors: dict[Candidate, float] = {}  # nan: simulated every time
-        self._choices: OrderedDict[Documents, Candidate] = OrderedDict()
+        self._cached = lru_cache(CACHED_CHOICES)(self._choose)
         for candidate in candidates:
             try:
                 self._factors[candidate] = self._factor(candidate, sample)
@@ -124,14 +123,7 @@ class BatchChooser:
         Raises:
             ConfigError: No candidate can do the batch.
         """
-        choice = self._choices.get(documents)
-        if choice is None:
-            choice = self._choose(documents)
-            while len(self._choices) >= CACHED_CHOICES:
-                self._choices.popitem(last=False)
-        self._choices[documents] = choice
-        self._choices.move_to_end(documents)
-        return choice
+        return self._cached(documents)
 
     def _choose(self, documents: Documents) -> Candidate:
         if len(self._factors) == 1 or not documents.tokens:

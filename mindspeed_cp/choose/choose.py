@@ -7,14 +7,12 @@ the current batch (:mod:`.lower_bounds`) and the balanced lower bounds of later 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Any
-
-import numpy as np
 
 from mindspeed_cp.algorithms.registry import ALGORITHMS
 from mindspeed_cp.choose.candidates import Candidate, default_candidates
-from mindspeed_cp.choose.decision import CandidateTrial, Decision, explain_choice
 from mindspeed_cp.choose.lower_bounds import (
     LowerBound,
     balanced_lower_bound,
@@ -38,6 +36,50 @@ from mindspeed_cp.simulate.timeline import Timeline
 #: Algorithms whose ranks fetch keys from their owners, and those that pass keys around a ring. Both have a lower bound
 #: that needs no plan.
 KV_FETCH_ALGORITHMS, RING_ALGORITHMS = ("direct", "all_gather"), ("ring", "double_ring")
+
+
+@dataclass(frozen=True, eq=False)
+class CandidateTrial:
+    """Result of one candidate.
+
+    Attributes:
+        candidate: the algorithm and its options.
+        seconds: modelled seconds of one layer for each batch on which the candidate was simulated.
+        batches_tried: number of first batches on which it was tried: all, or those until it was dropped.
+        least_seconds: sum of its seconds on these batches; of the last one possibly a lower bound.
+        limited_by: what the lower bound of the last batch consists of; empty if that batch was simulated.
+        timeline: of the first batch; None if it was not simulated.
+        duplicate_of: an earlier candidate with the same plans.
+        refused: why the candidate is impossible; None if it is possible.
+    """
+
+    candidate: Candidate
+    seconds: tuple[float, ...] = ()
+    batches_tried: int = 0
+    least_seconds: float = 0.0
+    limited_by: str = ""
+    timeline: Timeline | None = field(default=None, repr=False)
+    duplicate_of: Candidate | None = None
+    refused: str | None = None
+
+    def relative_to(self, chosen: CandidateTrial) -> float:
+        """Return the ratio of its least seconds to the chosen candidate's seconds on the batches it was tried on."""
+        return self.least_seconds / sum(chosen.seconds[: self.batches_tried])
+
+
+@dataclass(frozen=True, eq=False)
+class Decision:
+    """The choice for some batches.
+
+    Attributes:
+        candidate: the fastest candidate over all batches.
+        trials: the chosen candidate, then those simulated on all batches by their time, then the others.
+        reasons: three lines: the choice, how its time is spent, and how the others compare.
+    """
+
+    candidate: Candidate
+    trials: tuple[CandidateTrial, ...]
+    reasons: tuple[str, str, str]
 
 
 def choose_algorithm(
@@ -112,7 +154,7 @@ class _TrialRunner:
         self._memory, self._options = memory, options
         self._balanced = [balanced_lower_bound(batch, topology.ranks, cost) for batch in batches]
         self._best = float("inf")  # seconds over all batches, of a candidate that fits into memory
-        self._simulated: dict[int, list[tuple[Candidate, Plan, Timeline]]] = {}  # hierarchical plans of each batch
+        self._simulated: dict[tuple[int, bytes], tuple[Candidate, Timeline]] = {}  # hierarchical plans by batch
 
     def run(self, candidate: Candidate) -> CandidateTrial:
         """Try a candidate on all batches, or until it cannot be the fastest."""
@@ -124,14 +166,15 @@ class _TrialRunner:
                     if before + bound.seconds + after > self._best:
                         return _dropped(trial, number, bound)
                 plan = candidate.build_plan(batch, self._topology, self._cost.attention, self._options)
-                owner, timeline = self._find_simulated(candidate, number, plan)
+                key = number, plan_key(plan) if candidate.algorithm == "hierarchical" else b""
+                owner, timeline = self._simulated.get(key, (candidate, None))
                 if timeline is None:
                     bound = plan_lower_bound(plan, self._cost)
                     if before + bound.seconds + after > self._best:
                         return _dropped(trial, number, bound)
                     timeline = simulate_plan(plan, self._cost.cluster, self._cost.layer, COARSE_SPANS)
                     if candidate.algorithm == "hierarchical":
-                        self._simulated.setdefault(number, []).append((candidate, plan, timeline))
+                        self._simulated[key] = candidate, timeline
                 owners.add(owner)
                 plans.append(plan)
                 trial = replace(
@@ -162,13 +205,6 @@ class _TrialRunner:
         elif candidate.algorithm in RING_ALGORITHMS:
             yield layout_lower_bound(batch, self._topology.ranks, self._cost, layout)
 
-    def _find_simulated(self, candidate: Candidate, number: int, plan: Plan) -> tuple[Candidate, Timeline | None]:
-        """Return the first candidate with the same plan of a batch and its timeline, or the candidate and None."""
-        for owner, simulated, timeline in self._simulated.get(number, ()):
-            if same_plan(simulated, plan):
-                return owner, timeline
-        return candidate, None
-
 
 def memory_refusal(plans: Sequence[Plan], layer: LayerCost, memory: float) -> str | None:
     """Return an error text if one of the plans needs more than `memory` bytes on a rank in a layer, else None."""
@@ -188,21 +224,66 @@ def _dropped(trial: CandidateTrial, number: int, bound: LowerBound) -> Candidate
     )
 
 
-def same_plan(first: Plan, second: Plan) -> bool:
-    """Return True if two plans of the same batch, ranks and attention are equal."""
-    orders = [(plan.forward_order, plan.backward_order, len(plan.parts)) for plan in (first, second)]
-    if orders[0] != orders[1]:
-        return False
-    pairs = [(_arrays(a), _arrays(b)) for a, b in zip((first, *first.parts), (second, *second.parts), strict=True)]
-    return all(len(a) == len(b) and all(map(np.array_equal, a, b)) for a, b in pairs)
+def plan_key(plan: Plan) -> bytes:
+    """Return a digest of all that a plan does, which equal plans of a batch have in common."""
+    digest = blake2b(repr((plan.forward_order, plan.backward_order)).encode(), digest_size=16)
+    for part in (plan, *plan.parts):
+        layouts = (part.layout, part.kv_layout_in, part.q_layout_compute, part.kv_layout_compute, part.batch_layout)
+        arrays = [array for layout in layouts for array in (layout.spans, layout.heads) if array is not None]
+        for program in (part.forward, part.backward):
+            arrays += [program.capacity, program.contents, program.spans]
+            for messages in (program.fetch, program.reduce):
+                arrays += [messages.items, messages.runs]
+        for array in arrays:
+            digest.update(repr(array.shape).encode() + array.tobytes())
+    return digest.digest()
 
 
-def _arrays(plan: Plan) -> list[np.ndarray]:
-    """Return all arrays of a plan except those of its parts."""
-    layouts = (plan.layout, plan.kv_layout_in, plan.q_layout_compute, plan.kv_layout_compute, plan.batch_layout)
-    arrays = [array for layout in layouts for array in (layout.spans, layout.heads) if array is not None]
-    for program in (plan.forward, plan.backward):
-        arrays += [program.capacity, program.contents, program.spans]
-        for messages in (program.fetch, program.reduce):
-            arrays += [messages.items, messages.runs]
-    return arrays
+def explain_choice(trials: Sequence[CandidateTrial]) -> tuple[str, str, str]:
+    """Return the choice, how its time is spent, and the best candidate of every other algorithm.
+
+    Args:
+        trials: all candidates, the chosen one first.
+    """
+    chosen, others = trials[0], trials[1:]
+    assert chosen.timeline is not None  # it was simulated
+    count = len(chosen.seconds)
+    batches, subject = (f" (mean of {count} batches)", "on the first batch its") if count > 1 else ("", "its")
+    choice = f"{chosen.candidate}: {_ms(sum(chosen.seconds) / count)} ms a layer{batches}, modelled for "
+    choice += chosen.timeline.cluster.name
+    equal = [str(trial.candidate) for trial in others if trial.duplicate_of == chosen.candidate]
+    if equal:
+        choice += f"; the same plans: {', '.join(equal)}"
+    busy, waiting = _busy_and_waiting_ms(chosen.timeline)
+    spent = f"{subject} mean rank computes {busy} ms and waits {waiting} ms"
+    simulated = [trial for trial in others if trial.timeline is not None and trial.duplicate_of is None]
+    if simulated:
+        second = min(simulated, key=lambda trial: trial.relative_to(chosen))
+        assert second.timeline is not None
+        busy, waiting = _busy_and_waiting_ms(second.timeline)
+        spent += f"; with {second.candidate} {busy} and {waiting} ms"
+    else:
+        spent += "; nothing else had to be simulated"
+    best: dict[str, CandidateTrial] = {}
+    compared = [trial for trial in others if trial.duplicate_of is None and trial.refused is None]
+    for trial in sorted(compared, key=lambda trial: trial.relative_to(chosen)):
+        best.setdefault(trial.candidate.algorithm, trial)
+    texts = []
+    for trial in best.values():
+        text = f"{trial.candidate}: {'at least ' * bool(trial.limited_by)}{trial.relative_to(chosen):.2f} times as long"
+        if trial.batches_tried < count:
+            text += f" on the first {'batch' if trial.batches_tried == 1 else f'{trial.batches_tried} batches'}"
+        texts.append(text + (f" ({trial.limited_by} alone takes that)" if trial.limited_by else ""))
+    texts += [f"{trial.candidate}: {trial.refused}" for trial in others if trial.refused is not None]
+    return choice, spent, "others: " + "; ".join(texts) if texts else "there is no other candidate"
+
+
+def _busy_and_waiting_ms(timeline: Timeline) -> tuple[str, str]:
+    """Return the milliseconds that the mean rank computes and waits, as text."""
+    return _ms(float((timeline.compute + timeline.linear).mean())), _ms(float(timeline.waiting.mean()))
+
+
+def _ms(seconds: float) -> str:
+    """Return seconds in milliseconds: three digits, or all before the point."""
+    milliseconds = 1e3 * seconds
+    return f"{milliseconds:,.0f}" if milliseconds >= 100 else f"{milliseconds:.3g}"

@@ -138,28 +138,18 @@ def layout_lower_bound(documents: Documents, ranks: int, cost: ComputeCost, layo
     return LowerBound(_busiest_work(queries, documents, cost))
 
 
-@dataclass(frozen=True, eq=False)
-class _KvFetchTimes:
-    """Least seconds of fetching keys and values over a layout.
-
-    Attributes:
-        queries: layout of the queries.
-        forward, backward: of each rank as if it had its NIC to itself, fp64 [ranks].
-        shared_forward, shared_backward: of each NIC, or of each rank's links in a single node, fp64 [nics].
-    """
-
-    queries: Layout
-    forward: np.ndarray
-    backward: np.ndarray
-    shared_forward: np.ndarray
-    shared_backward: np.ndarray
-
-
 def _kv_fetch_times(
     documents: Documents, topology: Topology, cost: ComputeCost, layout: str, gradient_bytes: int
-) -> _KvFetchTimes:
-    """Bound the incoming rows of each rank: between nodes the visible rows minus all rows of its node, in a single node
-    the visible rows minus its own. In the backward the same rows come again, and their gradients return."""
+) -> tuple[Layout, tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]:
+    """Bound the seconds of fetching keys and values over a layout.
+
+    Incoming rows of each rank are, between nodes, the visible rows minus all rows of its node; in a single node the
+    visible rows minus its own. In the backward the same rows come again, and their gradients return.
+
+    Returns:
+        The layout of the queries; forward and backward of each rank as if it had its NIC to itself, fp64 [ranks]; and
+        of each NIC, or of each rank's links in a single node, fp64 [nics].
+    """
     attention, cluster, ranks_per_node = cost.attention, cost.cluster, topology.ranks_per_node
     queries, keys = build_layouts(layout, documents, documents, topology.ranks, attention)
     needed = needed_tokens(queries, keys, attention)
@@ -173,7 +163,7 @@ def _kv_fetch_times(
         rows, link = np.maximum(visible - node_rows, 0), cluster.nic_of(np.arange(topology.ranks))
         rate = cluster.effective_nic
     forward, backward = rows * row * element / rate, rows * row * max(element, gradient_bytes) / rate
-    return _KvFetchTimes(queries, forward, backward, np.bincount(link, forward), np.bincount(link, backward))
+    return queries, (forward, backward), (np.bincount(link, forward), np.bincount(link, backward))
 
 
 def kv_fetch_link_seconds(
@@ -185,8 +175,8 @@ def kv_fetch_link_seconds(
 ) -> tuple[float, float]:
     """Return the seconds of the busiest link of a key-fetching plan, forward and backward, for ranks of a NIC that send
     as much as they receive; gradient_bytes: of an element of the gradients of keys and values."""
-    times = _kv_fetch_times(documents, topology, cost, layout, gradient_bytes)
-    return float(times.shared_forward.max()), float(times.shared_backward.max())
+    _, _, (forward, backward) = _kv_fetch_times(documents, topology, cost, layout, gradient_bytes)
+    return float(forward.max()), float(backward.max())
 
 
 def kv_fetch_lower_bound(
@@ -198,13 +188,13 @@ def kv_fetch_lower_bound(
 ) -> LowerBound:
     """Return the bound of all plans over a layout in which ranks fetch visible keys from their owners, without
     relays; gradient_bytes: of an element of the gradients of keys and values."""
-    times = _kv_fetch_times(documents, topology, cost, layout, gradient_bytes)
-    linear, work = _linear_seconds(times.queries, cost), _busiest_work(times.queries, documents, cost)
-    by_rank = float((times.forward + linear + times.backward).max())
+    queries, (forward, backward), (incoming, _) = _kv_fetch_times(documents, topology, cost, layout, gradient_bytes)
+    linear, work = _linear_seconds(queries, cost), _busiest_work(queries, documents, cost)
+    by_rank = float((forward + linear + backward).max())
     if topology.nodes == 1:
         return LowerBound(work, by_rank)
-    incoming = times.shared_forward  # rows enter a NIC in both directions
-    shared = _both_directions(incoming, incoming, times.forward, times.backward, "nic in", topology, cost.cluster)
+    # Rows enter a NIC in both directions.
+    shared = _both_directions(incoming, incoming, forward, backward, "nic in", topology, cost.cluster)
     return LowerBound(work, max(by_rank, shared + float(linear.min())))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -61,7 +60,7 @@ def assemble_cluster(
     draft.put("given", name=name)
     if base is not None:
         base = base if ranks_per_node is None else base.with_ranks(ranks_per_node)
-        draft.put(f"base {base.name}", **{k: v for k, v in dataclasses.asdict(base).items() if k != "name"})
+        draft.put(f"base {base.name}", **base.model_dump(exclude={"name"}))
     else:
         draft.put("this machine", memory=float(memory))
         draft.put("measured" if ranks_per_node else "assumed: one rank", ranks_per_node=ranks_per_node or 1)
@@ -88,14 +87,13 @@ def _kernels(draft: ClusterDraft, fits: MeasuredFits, peak_flops: float | None) 
         if rate > peak:
             raise ConfigError(
                 f"peak_flops = {peak:g} ({draft.sources['peak_flops']}): {what} was measured at {rate:.4g} FLOP/s; "
-                f"give "
-                "the --base of this device, or its --peak-flops"
+                "give the --base of this device, or its --peak-flops"
             )
     draft.put(
         "measured",
         attention_efficiency=fits.attention.rate / peak,
         tile_rows=fits.attention.tile_rows,
-        launch=fits.attention.launch,
+        launch=fits.attention.overhead,
         linear_efficiency=fits.linear.rate / peak,
     )
 
@@ -109,7 +107,16 @@ def _links(draft: ClusterDraft, fits: MeasuredFits, base: Cluster | None) -> Non
         )
     draft.put("measured bandwidths are what transfers reach", communication_efficiency=1.0)
     if fits.in_node is not None:
-        _in_node(draft, fits)
+        pair, peers = fits.in_node.rate, max(1, draft.values["ranks_per_node"] - 1)
+        all_pairs = fits.in_node_all or pair
+        mesh = peers > 1 and all_pairs > MESH_ABOVE * pair
+        draft.put(
+            "measured",
+            fabric="mesh" if mesh else "switch",
+            pair_bandwidth=pair,
+            rank_bandwidth=min(all_pairs, pair * peers) if mesh else pair,
+            in_node_latency=fits.in_node.overhead,
+        )
     elif base is not None:
         draft.put(
             f"base {base.name}, times its communication_efficiency",
@@ -117,7 +124,7 @@ def _links(draft: ClusterDraft, fits: MeasuredFits, base: Cluster | None) -> Non
             rank_bandwidth=base.effective_rank,
         )
     if fits.network is not None:
-        _network(draft, fits)
+        _network(draft, fits.network, fits.network_all)
     elif base is not None:
         draft.put(f"base {base.name}, times its communication_efficiency", nic_bandwidth=base.effective_nic)
     else:
@@ -129,35 +136,16 @@ def _links(draft: ClusterDraft, fits: MeasuredFits, base: Cluster | None) -> Non
         )
 
 
-def _in_node(draft: ClusterDraft, fits: MeasuredFits) -> None:
-    assert fits.in_node is not None
-    pair, peers = fits.in_node.rate, max(1, draft.values["ranks_per_node"] - 1)
-    all_pairs = fits.in_node_all or pair
-    mesh = peers > 1 and all_pairs > MESH_ABOVE * pair
-    draft.put(
-        "measured",
-        fabric="mesh" if mesh else "switch",
-        pair_bandwidth=pair,
-        rank_bandwidth=min(all_pairs, pair * peers) if mesh else pair,
-        in_node_latency=fits.in_node.overhead,
-    )
-
-
-def _network(draft: ClusterDraft, fits: MeasuredFits) -> None:
-    assert fits.network is not None
-    one_nic = fits.network.rate
-    if fits.network_all is None:
-        if "nics_per_node" not in draft.values:
-            draft.put("assumed: a NIC for each rank", nics_per_node=draft.values["ranks_per_node"])
-        draft.put("measured", nic_bandwidth=one_nic, network_latency=fits.network.overhead)
-        return
-    nics = min(max(1, round(fits.network_all / one_nic)), draft.values["ranks_per_node"])
-    draft.put(
-        "measured: all ranks of a node at once",
-        nics_per_node=nics,
-        nic_bandwidth=min(one_nic, fits.network_all / nics),
-    )
-    draft.put("measured", network_latency=fits.network.overhead)
+def _network(draft: ClusterDraft, fit: Fit, whole_node: float | None) -> None:
+    rate, ranks = fit.rate, draft.values["ranks_per_node"]
+    draft.put("measured", nic_bandwidth=rate, network_latency=fit.overhead)
+    if whole_node is not None:
+        nics = min(max(1, round(whole_node / rate)), ranks)
+        draft.put(
+            "measured: all ranks of a node at once", nics_per_node=nics, nic_bandwidth=min(rate, whole_node / nics)
+        )
+    elif "nics_per_node" not in draft.values:
+        draft.put("assumed: a NIC for each rank", nics_per_node=ranks)
 
 
 def write_preset(path: str | Path, cluster: Cluster, sources: dict[str, str], title: str) -> None:
@@ -167,7 +155,7 @@ def write_preset(path: str | Path, cluster: Cluster, sources: dict[str, str], ti
         ConfigError: The file cannot be written.
     """
     lines = [f"# {title}"]
-    for key, value in dataclasses.asdict(cluster).items():
+    for key, value in dict(cluster).items():
         lines.append(f"{key}: {json.dumps(value)}  # {sources[key]}")
     try:
         Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -212,10 +200,10 @@ class MeasuredFits:
         posting: seconds to post a message.
     """
 
-    attention: AttentionFit | None = None
-    linear: RateFit | None = None
-    in_node: RateFit | None = None
-    network: RateFit | None = None
+    attention: Fit | None = None
+    linear: Fit | None = None
+    in_node: Fit | None = None
+    network: Fit | None = None
     in_node_all: float | None = None
     network_all: float | None = None
     posting: float | None = None
@@ -231,41 +219,34 @@ class MeasuredFits:
         Raises:
             ConfigError: A kind has too few measurements, or they determine no rate.
         """
-        kinds: dict[str, list[Measurement]] = {}
-        for measurement in measurements:
-            kinds.setdefault(measurement.kind, []).append(measurement)
+        rows = list(measurements)
 
         def column(kind: str, name: str) -> np.ndarray:
-            return np.array([getattr(measurement, name) for measurement in kinds[kind]], np.float64)
+            return np.array([getattr(row, name) for row in rows if row.kind == kind], np.float64)
 
-        def rate(kind: str, name: str) -> RateFit | None:
-            return fit_rate(kind, column(kind, name), column(kind, "seconds")) if kind in kinds else None
+        def fit(kind: str, amount: str, *more: str) -> Fit | None:
+            columns = (column(kind, name) for name in ("seconds", amount, *more))
+            return fit_seconds(kind, *columns) if any(row.kind == kind for row in rows) else None
 
-        def highest_rate(kind: str) -> float | None:
-            return float((column(kind, "bytes") / column(kind, "seconds")).max()) if kind in kinds else None
+        def ratios(kind: str, name: str, over: str) -> np.ndarray | None:
+            return column(kind, name) / column(kind, over) if any(row.kind == kind for row in rows) else None
 
-        attention = None
-        if "attention" in kinds:
-            columns = [column("attention", name) for name in ("flops", "short_side", "calls", "seconds")]
-            attention = fit_attention(*columns)
-        posting = None
-        if "posting" in kinds:
-            posting = float(np.median(column("posting", "seconds") / column("posting", "calls")))
-        network_all = highest_rate("network_all")
+        in_node_all, network_all = (ratios(kind, "bytes", "seconds") for kind in ("in_node_all", "network_all"))
+        posting = ratios("posting", "seconds", "calls")
         return MeasuredFits(
-            attention,
-            rate("linear", "flops"),
-            rate("in_node", "bytes"),
-            rate("network", "bytes"),
-            highest_rate("in_node_all"),
-            None if network_all is None else network_all * ranks_per_node,
-            posting,
+            fit("attention", "flops", "short_side", "calls"),
+            fit("linear", "flops"),
+            fit("in_node", "bytes"),
+            fit("network", "bytes"),
+            None if in_node_all is None else float(in_node_all.max()),
+            None if network_all is None else float(network_all.max()) * ranks_per_node,
+            None if posting is None else float(np.median(posting)),
         )
 
     def table(self) -> dict[str, dict[str, float]]:
         """Return the quality of each fit: {"attention": {"points", "median_error", "largest_error"}, ...}."""
         models = {name: getattr(self, name) for name in ("attention", "linear", "in_node", "network")}
-        return {name: model.fit.summary() for name, model in models.items() if model is not None}
+        return {name: model.summary() for name, model in models.items() if model is not None}
 
 
 # Fits of a cluster's attention, linear layers and links to measured seconds.
@@ -280,14 +261,18 @@ _MAX_STEPS, _MIN_DECREASE = 100, 1e-20  # of Newton's method, which takes about 
 
 @dataclass(frozen=True)
 class Fit:
-    """Factors of a model and the errors of the fit.
+    """seconds = calls * overhead + amount / rate * (1 + tile_rows / short_side).
 
     Attributes:
-        factors: fp64 [terms], non-negative.
-        errors: fp64 [points], modelled / measured - 1.
+        rate: FLOP/s of a kernel, or bytes/second of a link.
+        overhead: launch of a kernel, or latency of a link.
+        tile_rows: of attention; 0 for others.
+        errors: modelled / measured - 1, fp64 [points].
     """
 
-    factors: np.ndarray
+    rate: float
+    overhead: float
+    tile_rows: float
     errors: np.ndarray
 
     def summary(self) -> dict[str, float]:
@@ -300,74 +285,47 @@ class Fit:
         }
 
 
-@dataclass(frozen=True)
-class AttentionFit:
-    """seconds = calls * launch + flops / rate * (1 + tile_rows / short_side)."""
-
-    rate: float
-    tile_rows: float
-    launch: float
-    fit: Fit
-
-
-@dataclass(frozen=True)
-class RateFit:
-    """seconds = overhead + amount / rate: a link's latency and bytes/second, or a product's launch and FLOP/s."""
-
-    rate: float
-    overhead: float
-    fit: Fit
-
-
-def fit_attention(flops: np.ndarray, short_side: np.ndarray, calls: np.ndarray, seconds: np.ndarray) -> AttentionFit:
-    """Fit the attention model of :class:`mindspeed_cp.cluster.ComputeCost`.
-
-    Args:
-        flops: FLOPs of each measurement, fp64 [points].
-        short_side: rows of the shorter side of the tiles.
-        calls: kernel calls.
-        seconds: measured seconds.
-
-    Raises:
-        ConfigError: There are fewer than 3 measurements, or they determine no rate.
-    """
-    flops, short, calls, seconds = (np.asarray(x, np.float64) for x in (flops, short_side, calls, seconds))
-    _enough("attention", seconds, 3)
-    fit = fit_terms(np.stack([calls, flops, flops / short], axis=1), seconds)
-    launch, inverse, tile = fit.factors
-    if inverse <= 0:
-        raise ConfigError(
-            "attention: no rate can be told from these measurements, whose seconds do not grow with their FLOPs where "
-            "tiles are long; measure longer tiles (calibrate --longest)"
-        )
-    return AttentionFit(float(1 / inverse), float(tile / inverse), float(launch), fit)
-
-
-def fit_rate(what: str, amount: np.ndarray, seconds: np.ndarray) -> RateFit:
-    """Fit an overhead and a rate.
+def fit_seconds(
+    what: str,
+    seconds: np.ndarray,
+    amount: np.ndarray,
+    short_side: np.ndarray | None = None,
+    calls: np.ndarray | None = None,
+) -> Fit:
+    """Fit an overhead, a rate and, with short sides, the tile rows of :class:`mindspeed_cp.cluster.ComputeCost`.
 
     Args:
         what: name of the measured thing for error messages.
+        seconds: measured seconds, fp64 [points].
         amount: bytes or FLOPs, fp64 [points].
-        seconds: measured seconds.
+        short_side: rows of the shorter side of attention tiles, fp64 [points].
+        calls: kernel calls, fp64 [points]; default: one each.
 
     Raises:
-        ConfigError: There are fewer than 2 measurements, or they determine no rate.
+        ConfigError: There are fewer measurements than factors, or they determine no rate.
     """
-    amount, seconds = np.asarray(amount, np.float64), np.asarray(seconds, np.float64)
-    _enough(what, seconds, 2)
-    fit = fit_terms(np.stack([np.ones_like(amount), amount], axis=1), seconds)
-    overhead, inverse = fit.factors
+    columns = [np.ones_like(amount) if calls is None else calls, amount]
+    if short_side is not None:
+        columns.append(amount / short_side)
+    if len(seconds) < len(columns):
+        raise ConfigError(f"{what}: {len(seconds)} measurements; at least {len(columns)} of different sizes are needed")
+    factors, errors = fit_terms(np.stack(columns, axis=1), seconds)
+    overhead, inverse, *tile = factors.tolist()
     if inverse <= 0:
-        raise ConfigError(
-            f"{what}: no rate can be told from these measurements, whose seconds do not grow with their size; measure "
-            "larger ones too"
+        how = (
+            "size; measure larger ones too"
+            if short_side is None
+            else "FLOPs where tiles are long; measure longer tiles (calibrate --longest)"
         )
-    return RateFit(float(1 / inverse), float(overhead), fit)
+        raise ConfigError(
+            f"{what}: no rate can be told from these measurements, whose seconds do not grow with their {how}"
+        )
+    return Fit(1 / inverse, overhead, tile[0] / inverse if tile else 0.0, errors)
 
 
-def fit_terms(terms: np.ndarray, seconds: np.ndarray) -> Fit:
-    """Return the factors >= 0 that minimize the sum of (modelled - measured)^2 / (modelled * measured).
+def fit_terms(terms: np.ndarray, seconds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the factors >= 0 that minimize the sum of (modelled - measured)^2 / (modelled * measured), and the errors
+    modelled / measured - 1.
 
     These are the best among the unconstrained minima of all subsets of terms that have positive factors.
 
@@ -384,7 +342,7 @@ def fit_terms(terms: np.ndarray, seconds: np.ndarray) -> Fit:
             if minimum is not None and minimum[1] < least:
                 best, least = np.zeros(terms.shape[1]), minimum[1]
                 best[columns] = minimum[0] / scale[columns]
-    return Fit(best, ratios @ best - 1.0)
+    return best, ratios @ best - 1.0
 
 
 def _newton(ratios: np.ndarray) -> tuple[np.ndarray, float] | None:
@@ -411,8 +369,3 @@ def _newton(ratios: np.ndarray) -> tuple[np.ndarray, float] | None:
             break  # the limit of fp64
         factors, y = factors + length * step, new
     return (factors, float(((y - 1.0) ** 2 / y).sum())) if (factors > 0).all() else None
-
-
-def _enough(what: str, seconds: np.ndarray, least: int) -> None:
-    if len(seconds) < least:
-        raise ConfigError(f"{what}: {len(seconds)} measurements; at least {least} of different sizes are needed")

@@ -6,8 +6,6 @@ bytes/second (one direction) and FLOP/s.
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -34,44 +32,8 @@ Seconds = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
-class ClusterSettings(Section):
-    """Keys of a preset, required but for `posting`; :class:`Cluster` documents them."""
-
-    name: Annotated[str, Field(min_length=1)]
-    ranks_per_node: PositiveInt
-    fabric: Literal["mesh", "switch"]
-    pair_bandwidth: Rate
-    rank_bandwidth: Rate
-    in_node_latency: Seconds
-    nics_per_node: PositiveInt
-    nic_bandwidth: Rate
-    network_latency: Seconds
-    peak_flops: Rate
-    attention_efficiency: Share
-    tile_rows: Annotated[float, Field(ge=0, le=1e6)]
-    linear_efficiency: Share
-    launch: Seconds
-    communication_efficiency: Share
-    memory: Rate
-    posting: Seconds = DEFAULT_POSTING
-
-    @model_validator(mode="after")
-    def _links_agree(self) -> ClusterSettings:
-        peers = 1 if self.fabric == "switch" else max(1, self.ranks_per_node - 1)
-        upper_bound = self.pair_bandwidth * peers
-        if not self.pair_bandwidth <= self.rank_bandwidth <= upper_bound * (1 + 1e-6):
-            rule = (
-                f"must be pair_bandwidth, {self.pair_bandwidth:g}: with fabric: switch a rank has one port"
-                if self.fabric == "switch"
-                else f"must be from pair_bandwidth to pair_bandwidth * {peers} = {upper_bound:g}"
-            )
-            raise bad_value("rank_bandwidth", self.rank_bandwidth, rule, "pair_bandwidth")
-        return self
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """Nodes with equal numbers of ranks, the links inside a node, and the NICs between nodes.
+class Cluster(Section):
+    """Nodes with equal numbers of ranks, the links inside a node, and the NICs between nodes: the keys of a preset.
 
     Attributes:
         name: preset name.
@@ -96,26 +58,36 @@ class Cluster:
         ConfigError: A value is out of range. The message names it and the valid values.
     """
 
-    name: str
-    ranks_per_node: int
-    fabric: str
-    pair_bandwidth: float
-    rank_bandwidth: float
-    in_node_latency: float
-    nics_per_node: int
-    nic_bandwidth: float
-    network_latency: float
-    peak_flops: float
-    attention_efficiency: float
-    tile_rows: float
-    linear_efficiency: float
-    launch: float
-    communication_efficiency: float
-    memory: float
-    posting: float = DEFAULT_POSTING
+    name: Annotated[str, Field(min_length=1)]
+    ranks_per_node: PositiveInt
+    fabric: Literal["mesh", "switch"]
+    pair_bandwidth: Rate
+    rank_bandwidth: Rate
+    in_node_latency: Seconds
+    nics_per_node: PositiveInt
+    nic_bandwidth: Rate
+    network_latency: Seconds
+    peak_flops: Rate
+    attention_efficiency: Share
+    tile_rows: Annotated[float, Field(ge=0, le=1e6)]
+    linear_efficiency: Share
+    launch: Seconds
+    communication_efficiency: Share
+    memory: Rate
+    posting: Seconds = DEFAULT_POSTING
 
-    def __post_init__(self) -> None:
-        ClusterSettings(**dataclasses.asdict(self))
+    @model_validator(mode="after")
+    def _links_agree(self) -> Cluster:
+        peers = 1 if self.fabric == "switch" else max(1, self.ranks_per_node - 1)
+        upper_bound = self.pair_bandwidth * peers
+        if not self.pair_bandwidth <= self.rank_bandwidth <= upper_bound * (1 + 1e-6):
+            rule = (
+                f"must be pair_bandwidth, {self.pair_bandwidth:g}: with fabric: switch a rank has one port"
+                if self.fabric == "switch"
+                else f"must be from pair_bandwidth to pair_bandwidth * {peers} = {upper_bound:g}"
+            )
+            raise bad_value("rank_bandwidth", self.rank_bandwidth, rule, "pair_bandwidth")
+        return self
 
     @property
     def effective_pair(self) -> float:
@@ -143,11 +115,7 @@ class Cluster:
         Raises:
             ConfigError: A name is unknown or a value is out of range.
         """
-        known = [field.name for field in dataclasses.fields(self)]
-        for key in changes:
-            if key not in known:
-                raise ConfigError(f"{key}: unknown key of a cluster; valid: {', '.join(known)}")
-        return dataclasses.replace(self, **changes)
+        return Cluster(**{**dict(self), **changes})
 
     def with_ranks(self, ranks_per_node: int) -> Cluster:
         """Return the cluster with only the first ranks of each node in use, and their links and NICs.
@@ -226,8 +194,7 @@ def _preset(name: str) -> Cluster:
 
 def _read(path: Path) -> Cluster:
     file = read_settings_file(path)
-    settings = with_file_location(file, "", lambda: ClusterSettings(**file.data))
-    return Cluster(**settings.model_dump())
+    return with_file_location(file, "", lambda: Cluster(**file.data))
 
 
 def cluster_of(topology: Topology) -> Cluster:

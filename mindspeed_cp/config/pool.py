@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mindspeed_cp.cluster.cluster import cluster_of
@@ -38,42 +37,26 @@ def replicas_of_pool(context_parallel: int, replicas: int, limit: int, per_node:
         per_node: context-parallel ranks of a node, of all replicas; a pool has whole nodes, or a node whole pools.
 
     Raises:
-        SettingError: there are more ranks than `limit`, and no such pool has two replicas and half as many ranks as
-            it may have.
+        SettingError: there are more ranks than `limit`, and no such pool has two replicas.
     """
     if replicas == 1 or context_parallel * replicas <= limit:
         return replicas
-    sizes = {
-        context_parallel * count: count
+    sizes = [
+        count
         for count in range(2, replicas + 1)
         if replicas % count == 0
         and (context_parallel * count % per_node == 0 or per_node % (context_parallel * count) == 0)
-    }
-    largest = max((ranks for ranks in sizes if ranks <= limit), default=0)
-    if 2 * largest >= limit:
-        return sizes[largest]
+    ]
+    fitting = [count for count in sizes if context_parallel * count <= limit]
+    if fitting:
+        return fitting[-1]
     nodes = f", and of whole nodes of {per_node} ranks or equally many on a node" if per_node > 1 else ""
     rule = (
-        f"must be {_valid_limits(sizes, context_parallel * replicas)} with {replicas} replicas of "
+        f"must be {context_parallel * min(sizes, default=replicas)} or more with {replicas} replicas of "
         f"context_parallel_size {context_parallel}, because pools are of equally many whole replicas, at least 2"
-        f"{nodes}, and none of these have {-(-limit // 2)} to {limit} ranks, half of the value to the value; or "
-        "use another number of replicas"
+        f"{nodes}; or use another number of replicas"
     )
     raise bad_value(RANKS_KEY, limit, rule)
-
-
-def _valid_limits(sizes: Iterable[int], ranks: int) -> str:
-    """Return the values of data.pool_ranks with which pools have some of these sizes, or all `ranks`, as text."""
-    ranges: list[list[int]] = []
-    for size in sorted(size for size in sizes if size < ranks):
-        if ranges and size <= ranges[-1][1] + 1:
-            ranges[-1][1] = 2 * size
-        else:
-            ranges.append([size, 2 * size])
-    least = ranks
-    while ranges and least <= ranges[-1][1] + 1:
-        least = ranges.pop()[0]
-    return ", or ".join([*(f"{first} to {last}" for first, last in ranges), f"{least} or more"])
 
 
 def subpools_of(suite: SuiteSettings, replicas: int, pool: Topology, limit: int) -> Subpools | None:

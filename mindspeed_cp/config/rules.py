@@ -50,7 +50,8 @@ def data_parallel_size(settings: Sections, world_size: int) -> int:
     """Return the number of replicas that `world_size` ranks make.
 
     Raises:
-        ConfigError: they do not make whole replicas, or the batch does not divide among the replicas.
+        ConfigError: they do not make whole replicas, cannot share the experts, or the batch does not divide among the
+            replicas and their pipeline stages.
     """
     train, suite = settings.train, settings.context_parallel_suite
     size = settings.model_parallel_size
@@ -64,7 +65,13 @@ def data_parallel_size(settings: Sections, world_size: int) -> int:
             f"{world_size} ranks do not fit the settings: one replica needs {product}; "
             f"start {size}, or a multiple of it"
         )
-    _check_expert_ranks(settings, world_size)
+    experts, stages = train.expert_model_parallel_size, train.pipeline_model_parallel_size
+    if world_size // stages % experts:
+        of_stage = "their number" if stages == 1 else f"the {world_size // stages} ranks of a pipeline stage"
+        raise ConfigError(
+            f"{world_size} ranks do not fit train.expert_model_parallel_size = {experts}, which must divide "
+            f"{of_stage}: every expert is on equally many ranks; start a multiple of {experts * stages}"
+        )
     replicas = world_size // size
     if train.data_parallel_size not in (None, replicas):
         rule = (
@@ -80,32 +87,14 @@ def data_parallel_size(settings: Sections, world_size: int) -> int:
             f"must be a multiple of the {replicas} replicas that {world_size} ranks make ({product}); "
             f"use {fitting}, or {size} ranks",
         )
-    _check_interleaved_batch(settings, replicas)
-    return replicas
-
-
-def _check_expert_ranks(settings: Sections, world_size: int) -> None:
-    """Raise ConfigError unless `world_size` ranks can share the experts."""
-    ep, stages = settings.train.expert_model_parallel_size, settings.train.pipeline_model_parallel_size
-    if world_size // stages % ep:
-        of_stage = "their number" if stages == 1 else f"the {world_size // stages} ranks of a pipeline stage"
-        raise ConfigError(
-            f"{world_size} ranks do not fit train.expert_model_parallel_size = {ep}, which must divide {of_stage}: "
-            f"every expert is on equally many ranks; start a multiple of {ep * stages}"
-        )
-
-
-def _check_interleaved_batch(settings: Sections, replicas: int) -> None:
-    """Raise SettingError unless the interleaved schedule can run the micro-batches of a replica."""
-    train = settings.train
-    stages, virtual = train.pipeline_model_parallel_size, train.virtual_pipeline_model_parallel_size
-    rows = train.global_batch_size // replicas
+    virtual, rows = train.virtual_pipeline_model_parallel_size, train.global_batch_size // replicas
     if virtual > 1 and rows % stages:
         rule = (
             f"gives each of {replicas} replicas {rows} rows, and {VIRTUAL_STAGES} = {virtual} needs a multiple of "
             f"{STAGES} = {stages}; use {-(-rows // stages) * stages * replicas}"
         )
         raise bad_value("train.global_batch_size", train.global_batch_size, rule)
+    return replicas
 
 
 def _check_heads(settings: Sections) -> None:

@@ -21,7 +21,7 @@ from mindspeed_cp.device.npu_profile import DEFAULTS, Need, profile_of_process, 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import RANK_LIMIT, AttentionConfig, Topology
 from mindspeed_cp.schema.base import PositiveFloat, PositiveInt, Section
-from mindspeed_cp.schema.messages import bad_value, closest_names, did_you_mean, list_keys, unknown_key
+from mindspeed_cp.schema.messages import bad_value, list_keys, unknown_key
 from mindspeed_cp.schema.numbers import divisors
 from mindspeed_cp.schema.unsupported import SUITE_KEYS
 from mindspeed_cp.schema.yaml_file import apply_overrides, read_settings_file, with_file_location
@@ -143,12 +143,6 @@ class SuiteSettings(Section):
         """Options of the algorithm that were given, as build_plan takes them."""
         return dict(self.model_extra or {})
 
-    @property
-    def npu_variants(self) -> dict[str, str]:
-        """Variants of the npu backend that are given, not left to npu_profile or to their defaults."""
-        given = {option: getattr(self, f"npu_{option}") for option in DEFAULTS}
-        return {option: variant for option, variant in given.items() if variant is not None}
-
     def npu_options(self, attention: AttentionConfig, dtype: str, deterministic: bool) -> dict[str, str]:
         """Return the options of the npu backend for an attention.
 
@@ -160,12 +154,14 @@ class SuiteSettings(Section):
         Raises:
             SettingError: npu_profile cannot be read, or leaves no variant that is right.
         """
-        given = {"merge": self.npu_merge, "precision": self.npu_precision, **self.npu_variants}
+        variants = {option: getattr(self, f"npu_{option}") for option in DEFAULTS}
+        variants = {option: variant for option, variant in variants.items() if variant is not None}
+        given = {"merge": self.npu_merge, "precision": self.npu_precision, **variants}
         if self.npu_profile is None:
             return DEFAULTS | given
         computed = dtype if self.npu_precision == "input" else self.npu_precision
         need = Need.of_attention(attention, computed, deterministic)
-        return given | profile_variants(self.npu_profile, need, tuple(self.npu_variants.items()))
+        return given | profile_variants(self.npu_profile, need, tuple(variants.items()))
 
     @property
     def row_candidates(self) -> list[str]:
@@ -273,12 +269,8 @@ class SuiteSettings(Section):
             import_modules(file.data.get("algorithm_modules"))
             unknown = [key for key in file.data if key not in (*cls.key_names(), *SUITE_KEYS)]
             if unknown:
-                location = file.location(unknown[0])
-                similar = did_you_mean(closest_names(str(unknown[0]), cls.key_names()))
-                raise ConfigError(
-                    f"{location}: no section {name}, and {unknown[0]} is not one of its keys; {similar}"
-                    f"{list_keys(cls.key_names())}"
-                )
+                error = unknown_key(cls, unknown[0], unknown[0])
+                raise ConfigError(f"{file.location(unknown[0])}: there is no section {name}, and {error}")
             return with_file_location(file, "", lambda: cls._of_known_cluster(file.data))
         section = {} if file.data[name] is None else file.data[name]
         if not isinstance(section, dict):

@@ -1,6 +1,6 @@
 """Documents, packed rows, and their assignment to data-parallel replicas.  NumPy only."""
 
-from mindspeed_cp.data.balance import Assignment, assign
+from mindspeed_cp.data.balance import DocumentCost, assign
 from mindspeed_cp.data.corpus import (
     EOD,
     VOCAB_SIZE,
@@ -8,24 +8,20 @@ from mindspeed_cp.data.corpus import (
     FileCorpus,
     check_learnable,
     corpus_digests,
-    detokenize,
     different_documents,
     open_corpus,
     tokenize,
 )
-from mindspeed_cp.data.dispatch import DispatchedBatch, Dispatcher
-from mindspeed_cp.data.document_cost import DocumentCost
+from mindspeed_cp.data.dispatch import Dispatcher
 from mindspeed_cp.data.packing import Packer
 from mindspeed_cp.data.pool import PoolModel
 from mindspeed_cp.data.stream import PackedRow, PackedStream, ReplicaBatch, TreeRow, TreeStream, open_stream
-from mindspeed_cp.data.trajectories import TrajectoryCorpus, TrajectoryFiles, TrajectoryGroup, open_trajectories
+from mindspeed_cp.data.trajectories import TrajectoryCorpus, TrajectoryGroup, open_trajectories
 
 __all__ = [
     "EOD",
     "VOCAB_SIZE",
-    "Assignment",
     "Corpus",
-    "DispatchedBatch",
     "Dispatcher",
     "DocumentCost",
     "FileCorpus",
@@ -35,14 +31,12 @@ __all__ = [
     "PoolModel",
     "ReplicaBatch",
     "TrajectoryCorpus",
-    "TrajectoryFiles",
     "TrajectoryGroup",
     "TreeRow",
     "TreeStream",
     "assign",
     "check_learnable",
     "corpus_digests",
-    "detokenize",
     "different_documents",
     "open_corpus",
     "open_stream",

@@ -1,8 +1,7 @@
 """Corpora of files: the sources of the standard library, or text and JSON-lines files of the user.
 
-Opening a corpus determines the number and lengths of its documents; contents are read on demand, and every read checks
-that the file is as it was. Tokens are bytes, and one that ends a document: so any file can be read, and the number of
-tokens follows from its size::
+A corpus is read when it is opened, and each rank holds it in memory. Tokens are bytes, and one that ends a document, so
+that any file can be read::
 
     b"if"  ->  [105, 102, 256]
 """
@@ -12,10 +11,10 @@ from __future__ import annotations
 import json
 import os
 import sysconfig
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -26,6 +25,7 @@ VOCAB_SIZE = 257
 
 STDLIB, JSON_LINES = "stdlib", ".jsonl"
 USER_SUFFIXES = (".txt", JSON_LINES)
+MAX_BYTES = 2**31  # of all files of a corpus
 #: Folders of the standard library with other packages or without sources; they differ between machines.
 NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
@@ -35,11 +35,6 @@ def tokenize(content: bytes, end: bool = True) -> np.ndarray:
     tokens = np.full(len(content) + end, EOD, np.int64)
     tokens[: len(content)] = np.frombuffer(content, np.uint8)
     return tokens
-
-
-def detokenize(tokens: np.ndarray) -> bytes:
-    """Return the bytes of `tokens` (int [tokens]) without EOD."""
-    return tokens[tokens != EOD].astype(np.uint8).tobytes()
 
 
 class Corpus(Protocol):
@@ -53,126 +48,20 @@ class Corpus(Protocol):
         """Return tokens start .. stop-1 of a document, int64 [stop - start]; by default all."""
 
 
-class FileEntries:
-    """Byte ranges of files, in the order of `paths`: the lines of a .jsonl file that are not blank, or any other file.
+class FileCorpus:
+    """Documents in memory: the tokens of a document are its bytes and EOD; an empty one has one token."""
 
-    Args:
-        paths: the files.
-        on_line: called with each line of .jsonl files and its name.
-
-    Raises:
-        ConfigError: a file cannot be read.
-    """
-
-    def __init__(self, paths: Sequence[Path], on_line: Callable[[bytes, str], object] = lambda line, name: None):
-        self._files: list[tuple[Path, int, int]] = []  # path, bytes, and time of modification in nanoseconds
-        entries: list[tuple[int, int, int, int]] = []
-        for number, path in enumerate(paths):
-            try:
-                status, start = path.stat(), 0
-                self._files.append((path, status.st_size, status.st_mtime_ns))
-                if path.suffix.lower() != JSON_LINES:
-                    entries.append((number, 0, status.st_size, 0))
-                    continue
-                with path.open("rb") as opened:
-                    for line_number, line in enumerate(opened, 1):
-                        if line.strip():
-                            entries.append((number, start, len(line), line_number))
-                            on_line(line, f"{printable_path(path)}:{line_number}")
-                        start += len(line)
-                    self._check(number, opened)
-            except OSError as error:
-                raise _unreadable(path, error) from None
-        #: File, first byte, number of bytes and line (from 1; 0: the whole file) of each entry, int64 [entries, 4].
-        self.entries = np.array(entries, np.int64).reshape(-1, 4)
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-    def name(self, entry: int) -> str:
-        """Return the path of an entry, for a .jsonl file `path:line`."""
-        file, _, _, line = self.entries[entry].tolist()
-        path = printable_path(self._files[file][0])
-        return f"{path}:{line}" if line else path
-
-    def read_bytes(self, entry: int, start: int = 0, stop: int | None = None) -> bytes:
-        """Read bytes start .. stop-1 of an entry; by default all.
-
-        Raises:
-            ConfigError: its file has been removed or changed since it was opened.
-        """
-        file, first, size, _ = self.entries[entry].tolist()
-        path, file_size, _ = self._files[file]
-        count = (size if stop is None else stop) - start
-        try:
-            with path.open("rb") as opened:
-                opened.seek(first + start)
-                content = opened.read(count)
-                self._check(file, opened)
-        except OSError as error:
-            raise _unreadable(path, error) from None
-        if len(content) != count:
-            raise ConfigError(
-                f"{printable_path(path)}: ended after {first + start + len(content)} of its {file_size} bytes"
-            )
-        return content
-
-    def _check(self, file: int, opened: BinaryIO) -> None:
-        path, size, modified = self._files[file]
-        now = os.fstat(opened.fileno())
-        if (now.st_size, now.st_mtime_ns) != (size, modified):
-            raise ConfigError(
-                f"{printable_path(path)}: has changed since the corpus was opened (it had {size} bytes, now "
-                f"{now.st_size}); leave a corpus alone while a run reads it, and start the run anew"
-            )
-
-
-class FileCorpus(FileEntries):
-    """Documents of files: the tokens of a document are its bytes (of a JSON line: its "text" in UTF-8) and EOD; an
-    empty file is a document of one token. Opening the corpus reads .jsonl files once, and only the sizes of others.
-
-    Raises:
-        ConfigError: a file cannot be read, or a line is not a JSON object with a text under "text".
-    """
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        text_sizes: list[int] = []
-        super().__init__(paths, lambda line, name: text_sizes.append(len(_text_of(line, name))))
-        sizes = self.entries[:, 2].copy()
-        sizes[self.entries[:, 3] > 0] = text_sizes
-        self._lengths = sizes + 1
-        self._lengths.setflags(write=False)
-        self._last_text: tuple[int, bytes] | None = None  # chunks of one long line are read in a row
-
-    def __repr__(self) -> str:
-        return f"FileCorpus({len(self)} documents in {len(self._files)} files, {int(self._lengths.sum())} tokens)"
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Number of tokens of each document (bytes + 1), int64 [documents], read-only."""
-        return self._lengths
+    def __init__(self, texts: Sequence[bytes]) -> None:
+        self._texts = texts
+        #: Number of tokens of each document, int64 [documents], read-only.
+        self.lengths = np.array([len(text) + 1 for text in texts], np.int64)
+        self.lengths.setflags(write=False)
 
     def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return tokens start .. stop-1 of a document, int64 [stop - start]; by default all; the last one is EOD.
-
-        Raises:
-            IndexError: the document or its tokens do not exist.
-            ConfigError: the file has been removed or changed since the corpus was opened.
-        """
-        if not 0 <= document < len(self):
-            raise IndexError(f"document {document} of a corpus of {len(self)}")
-        length = int(self._lengths[document])
-        stop = length if stop is None else stop
-        if not 0 <= start <= stop <= length:
-            raise IndexError(f"tokens {start} .. {stop} of {self.name(document)}, which has {length}")
-        last = min(stop, length - 1)  # the final token is no byte of the file
-        if self.entries[document, 3]:
-            if self._last_text is None or self._last_text[0] != document:
-                self._last_text = document, _text_of(self.read_bytes(document), self.name(document))
-            content = self._last_text[1][start:last]
-        else:
-            content = self.read_bytes(document, min(start, last), last)
-        return tokenize(content, end=stop == length and start < length)
+        """Return tokens start .. stop-1 of a document, int64 [stop - start]; by default all; the last one is EOD."""
+        text = self._texts[document]
+        stop = len(text) + 1 if stop is None else stop
+        return tokenize(text[start:stop], end=start < stop == len(text) + 1)
 
 
 def open_corpus(source: str | Path) -> FileCorpus:
@@ -187,61 +76,79 @@ def open_corpus(source: str | Path) -> FileCorpus:
         ConfigError: the source does not exist, it has no such file, or a line is not a JSON object with a "text".
     """
     if str(source) == STDLIB:
-        root = Path(sysconfig.get_path("stdlib"))
-        paths = find_files(root, (".py",), STDLIB, NOT_STDLIB)
+        paths = find_files(sysconfig.get_path("stdlib"), (".py",), skip=NOT_STDLIB)
     else:
-        root, paths = user_files(source, USER_SUFFIXES, STDLIB)
-    corpus = FileCorpus(paths)
-    if not len(corpus):
-        raise ConfigError(f"corpus {printable_path(root)}: has no document; its {JSON_LINES} files have no lines")
-    return corpus
+        paths = find_files(source, USER_SUFFIXES, f"{STDLIB!r}, ")
+    texts = [_text_of(content, name) if is_line else content for name, content, is_line in read_entries(paths)]
+    if not texts:
+        raise ConfigError(
+            f"corpus {printable_path(Path(source))}: has no document; its {JSON_LINES} files have no lines"
+        )
+    return FileCorpus(texts)
 
 
-def user_files(source: str | Path, suffixes: tuple[str, ...], name: str | None) -> tuple[Path, list[Path]]:
-    """Return the file or folder that a user names, and the files that it is or has; arguments as for `find_files`."""
-    if not str(source).strip():
-        valid = "" if name is None else f"{name!r}, "
-        raise ConfigError(f"corpus {str(source)!r} names nothing; valid: {valid}a file, or a folder of files")
-    root = Path(source).expanduser()
-    return root, find_files(root, suffixes, name)
+def read_entries(paths: Sequence[Path]) -> Iterator[tuple[str, bytes, bool]]:
+    """Yield each line of .jsonl files that is not blank, with its name `path:line`, and each other file: name, content,
+    and True for a line.
+
+    Raises:
+        ConfigError: a file cannot be read, or they have more than MAX_BYTES in all.
+    """
+    total = 0
+    for path in paths:
+        shown = printable_path(path)
+        try:
+            with path.open("rb") as opened:
+                total += os.fstat(opened.fileno()).st_size
+                if total > MAX_BYTES:
+                    raise ConfigError(
+                        f"{shown}: the corpus has more than {MAX_BYTES:,} bytes with this file, and each rank holds it "
+                        "in memory; give a part of it, or train by Megatron's own scripts"
+                    )
+                if path.suffix.lower() != JSON_LINES:
+                    yield shown, opened.read(), False
+                    continue
+                for number, line in enumerate(opened, 1):
+                    if line.strip():
+                        yield f"{shown}:{number}", line, True
+        except OSError as error:
+            raise ConfigError(f"{shown}: cannot be read ({error.strerror})") from None
 
 
 def find_files(
-    root: Path, suffixes: tuple[str, ...], name: str | None, skip: frozenset[str] = frozenset()
+    source: str | Path, suffixes: tuple[str, ...], valid: str = "", skip: frozenset[str] = frozenset()
 ) -> list[Path]:
     """Return a file, or the files below a folder, sorted by their path inside it.
 
     Names that begin with a dot are left out. Links are followed; each folder is read once.
 
     Args:
-        root: a file or a folder.
+        source: a file or a folder.
         suffixes: suffixes of the files to read.
-        name: the corpus that is valid in place of files, for errors; None: there is none.
+        valid: what is valid in place of files, with a comma, for errors.
         skip: names of folders that are left out.
 
     Raises:
-        ConfigError: the source does not exist, has no file with one of the suffixes, or one that cannot be read.
+        ConfigError: the source does not exist, or has no file with one of the suffixes.
     """
-    either = " or ".join(suffixes)
-    shown = printable_path(root)
+    root, either = Path(source).expanduser(), " or ".join(suffixes)
+    shown = f"corpus {printable_path(root)[:200]}"
     try:
-        exists = root.exists()
+        exists = str(source).strip() != "" and root.exists()
     except (OSError, ValueError) as error:  # a name that is too long, or has a NUL byte
-        raise ConfigError(f"corpus {shown[:200]}: {error}") from None
+        raise ConfigError(f"{shown}: {error}") from None
     if not exists:
-        valid = "" if name is None else f"{name!r}, "
-        raise ConfigError(f"corpus {shown}: no such file or folder; valid: {valid}a {either} file, or a folder of them")
-    if not root.is_dir() and root.suffix.lower() not in suffixes:
-        raise ConfigError(f"corpus {shown}: suffix {root.suffix!r} is not read; valid: {either}, or a folder of them")
-    paths = _files_below(root, suffixes, skip) if root.is_dir() else [root]
-    if not paths:
-        raise ConfigError(f"corpus {shown}: no {either} file in this folder or the folders in it")
-    irregular = next((path for path in paths if not path.is_file()), None)
-    if irregular is not None:
-        raise ConfigError(
-            f"corpus {printable_path(irregular)}: is no regular file; valid: {either}, or a folder of them"
-        )
-    return paths
+        raise ConfigError(f"{shown}: no such file or folder; valid: {valid}a {either} file, or a folder of them")
+    if root.is_dir():
+        paths = _files_below(root, suffixes, skip)
+        if not paths:
+            raise ConfigError(f"{shown}: no {either} file in this folder or the folders in it")
+        return paths
+    if root.suffix.lower() not in suffixes:
+        raise ConfigError(f"{shown}: suffix {root.suffix!r} is not read; valid: {either}, or a folder of them")
+    if not root.is_file():
+        raise ConfigError(f"{shown}: is no regular file; valid: {either}, or a folder of them")
+    return [root]
 
 
 def _files_below(root: Path, suffixes: tuple[str, ...], skip: frozenset[str]) -> list[Path]:
@@ -286,80 +193,54 @@ def printable_path(path: Path) -> str:
     return str(path).encode("utf-8", "backslashreplace").decode()
 
 
-def _text_of(line: bytes, where: str) -> bytes:
-    """Return the "text" of a JSON line, in UTF-8."""
+def json_object(line: bytes, where: str, key: str, example: str) -> dict[str, Any]:
+    """Return the object of a JSON line; raise ConfigError unless it is one that has `key`, as the example has."""
     try:
         value = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f'{where}: is no JSON ({error}); each line must be an object such as {{"text": "..."}}'
-        ) from None
-    text = value.get("text") if isinstance(value, dict) else None
-    if not isinstance(text, str):
+        raise ConfigError(f"{where}: is no JSON ({error}); each line must be an object such as {example}") from None
+    if not isinstance(value, dict) or key not in value:
         what = f"has the keys {sorted(value)}" if isinstance(value, dict) else f"is a JSON {type(value).__name__}"
-        if isinstance(value, dict) and "text" in value:
-            what = f'"text" is {json.dumps(text)[:40]}, which is no text'
-        raise ConfigError(f'{where}: {what}; each line must be an object with a text under "text"')
+        raise ConfigError(f"{where}: {what}; each line must be an object such as {example}")
+    return value
+
+
+def encode(text: str, where: str) -> bytes:
+    """Return a text in UTF-8; raise ConfigError for half a surrogate pair, which JSON can hold."""
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ConfigError(
-            f'{where}: "text" has half a surrogate pair at character {error.start}; mend the line'
-        ) from None
+        raise ConfigError(f"{where} has half a surrogate pair at character {error.start}; mend the line") from None
 
 
-def _unreadable(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"{printable_path(path)}: cannot be read ({error.strerror}); leave a corpus in place while a run reads it"
-    )
+def _text_of(line: bytes, where: str) -> bytes:
+    """Return the "text" of a JSON line, in UTF-8."""
+    text = json_object(line, where, "text", '{"text": "..."}')["text"]
+    if not isinstance(text, str):
+        raise ConfigError(f'{where}: "text" is {json.dumps(text)[:40]}, which is no text; give one in quotes')
+    return encode(text, f'{where}: "text"')
 
 
 # Digests of what documents contain: equal lengths do not mean equal documents. A corpus has a few digests, each of
-# consecutive documents, which ranks compare at the start and a resumed run with its checkpoint. They cover all tokens
-# of a small corpus and blocks at random positions of a large one, so that opening it stays quick; what a run then reads
-# is digested row by row (:class:`mindspeed_cp.data.stream.ReplicaBatch`).
+# consecutive documents, which ranks compare at the start and a resumed run with its checkpoint. Rows are digested, too
+# (:class:`mindspeed_cp.data.stream.ReplicaBatch`).
 
 DIGEST_BITS = 52  # ranks compare digests as float64, which holds integers of this size exactly
-WHOLE_TOKENS = 2**24  # of a corpus that is digested as a whole
-BLOCK_TOKENS, SAMPLED_BLOCKS = 2**14, 1024  # of larger ones
 GROUPS = 16  # digests of a corpus
 
 
 def corpus_digests(corpus: Corpus) -> list[str]:
-    """Return the digests of GROUPS runs of documents, each 16 hexadecimal digits; all blocks are read.
-
-    Groups of trajectories were digested as a whole when their corpus was opened.
-
-    Raises:
-        ConfigError: the corpus cannot be read.
-    """
-    lengths = np.asarray(corpus.lengths, np.int64)
-    stops = np.cumsum(lengths)
+    """Return the digests of GROUPS runs of documents, each 16 hexadecimal digits."""
+    documents = len(corpus.lengths)
     digests = [blake2b(digest_size=8) for _ in range(GROUPS)]
-    whole: Sequence[bytes] | None = getattr(corpus, "group_digests", None)
-    if whole is not None:
-        for number, group_digest in enumerate(whole):
-            digests[number * GROUPS // len(lengths)].update(group_digest)
-        return [digest.hexdigest() for digest in digests]
-    for document, start in _blocks(lengths, stops):
-        stop = min(start + BLOCK_TOKENS, int(lengths[document]))
-        digest = digests[document * GROUPS // len(lengths)]
-        digest.update(np.array([document, start, stop], "<i8").tobytes())
-        digest.update(_as_bytes(corpus.tokens(document, start, stop)))
+    of_groups: Sequence[bytes] | None = getattr(corpus, "group_digests", None)
+    for document in range(documents):
+        digest = digests[document * GROUPS // documents]
+        if of_groups is not None:
+            digest.update(of_groups[document])
+        else:
+            digest.update(document.to_bytes(8, "little") + _as_bytes(corpus.tokens(document)))
     return [digest.hexdigest() for digest in digests]
-
-
-def _blocks(lengths: np.ndarray, stops: np.ndarray) -> Iterable[tuple[int, int]]:
-    """Yield (document, first token) of the blocks to read, in the order of the corpus."""
-    total = int(stops[-1])
-    if total <= WHOLE_TOKENS:
-        for document, length in enumerate(lengths.tolist()):
-            yield from ((document, start) for start in range(0, length, BLOCK_TOKENS))
-        return
-    positions = np.random.PCG64(0).random_raw(SAMPLED_BLOCKS) % total  # the same numbers in all releases of NumPy
-    documents = np.searchsorted(stops, positions.astype(np.int64), "right")
-    starts = positions.astype(np.int64) - (stops - lengths)[documents]
-    yield from sorted(set(zip(documents.tolist(), (starts - starts % BLOCK_TOKENS).tolist(), strict=True)))
 
 
 def different_documents(digests: Sequence[str], others: Sequence[str], documents: int) -> str | None:

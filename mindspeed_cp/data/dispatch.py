@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_cp.data.balance import assign
+from mindspeed_cp.data.balance import Assignment, assign
 from mindspeed_cp.data.corpus import DIGEST_BITS
-from mindspeed_cp.data.pool import PoolAssignment, PoolModel, assign_to_pools
+from mindspeed_cp.data.pool import UNEVEN, PoolModel, assign_to_pools
 from mindspeed_cp.data.trajectories import TrajectoryCorpus
 from mindspeed_cp.layout import Documents
 
@@ -141,16 +141,20 @@ class Dispatcher:
     ) -> DispatchedBatch:
         """Return the batch on replicas, as it is given, or on one pool or several, as is modelled to be fastest."""
         whole = divided = None
+        may_be_slowest: list[list[np.ndarray]] = []
         if model.subpools > 1:
             divided = self._pooled(batch.chunks, costs, row_of_chunk, model.subpools)
-        if divided is None or divided.is_uneven:
+            # The pool with most work, and that with the document of most work.
+            pools = {int(np.argmax(divided.seconds)), int(divided.replica[np.argmax(costs)])}
+            may_be_slowest = [divided.rows(pool) for pool in sorted(pools)]
+        if divided is None or divided.imbalance > UNEVEN:
             whole = self._pooled(batch.chunks, costs, row_of_chunk, 1)
         order = np.argsort(-batch.seconds, kind="stable")
         choice = model.choose(
             partial(self._documents, batch.chunks),
             [batch.micro_batches[replica] for replica in order],
-            None if whole is None else whole.micro_batches[0],
-            () if divided is None else [divided.micro_batches[pool] for pool in divided.slowest],
+            None if whole is None else whole.rows(0),
+            may_be_slowest,
         )
         if not choice.pools:
             seconds = np.empty(self.replicas)
@@ -158,15 +162,17 @@ class Dispatcher:
             return replace(batch, seconds=seconds)
         pooled = whole if choice.pools == 1 else divided
         assert pooled is not None
-        pool_of_replica = np.arange(self.replicas) * pooled.pools // self.replicas
+        micro_batches = [pooled.rows(pool) for pool in range(len(pooled.seconds))]
+        pool_of_replica = np.arange(self.replicas) * len(micro_batches) // self.replicas
+        shares = pooled.seconds / pooled.slowest if pooled.slowest else np.ones(len(micro_batches))
         return replace(
             batch,
-            micro_batches=[pooled.micro_batches[pool] for pool in pool_of_replica],
-            seconds=(choice.seconds.max() * pooled.shares)[pool_of_replica],
-            pools=pooled.pools,
+            micro_batches=[micro_batches[pool] for pool in pool_of_replica],
+            seconds=(choice.seconds.max() * shares)[pool_of_replica],
+            pools=len(micro_batches),
         )
 
-    def _pooled(self, chunks: np.ndarray, costs: np.ndarray, row_of_chunk: np.ndarray, pools: int) -> PoolAssignment:
+    def _pooled(self, chunks: np.ndarray, costs: np.ndarray, row_of_chunk: np.ndarray, pools: int) -> Assignment:
         """Return the pool of each chunk."""
         return assign_to_pools(
             chunks["length"],

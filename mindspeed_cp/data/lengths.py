@@ -7,13 +7,11 @@ last bin of Wikipedia (7 documents of a million), where it is 50 % larger.
 
 from __future__ import annotations
 
-import math
-import zipfile
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Annotated
+from typing import Annotated
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -26,6 +24,7 @@ from mindspeed_cp.schema.numbers import check_count, check_type
 from mindspeed_cp.schema.yaml_file import read_settings_file, with_file_location
 
 MAX_LISTED = 2**24  # lengths of a list
+SUFFIXES = (".yaml", ".yml", ".npz", ".npy")
 
 DISTRIBUTIONS = Path(__file__).parent / "length_bins"  # a link to configs/lengths in a checkout
 
@@ -102,16 +101,21 @@ def load_lengths(name_or_path: str | Path, folder: str | Path | None = None) -> 
     check_type("folder", folder, (str, Path, type(None)), "the path of a folder, or None")
     text, path = str(name_or_path), Path(name_or_path)
     if isinstance(name_or_path, str) and text in length_names():
-        return _installed(text) if folder is None else _list(Path(folder) / f"{text}.npz")
-    if path.suffix in (".npz", ".npy"):
-        return _list(path)
-    if isinstance(name_or_path, str) and path.suffix not in (".yaml", ".yml") and path.name == text:
+        path = DISTRIBUTIONS / f"{text}.yaml" if folder is None else Path(folder) / f"{text}.npz"
+    elif isinstance(name_or_path, str) and path.suffix not in SUFFIXES and path.name == text:
         near = closest_names(text.lower(), length_names())
         raise ConfigError(
             f"lengths {text!r}: no such distribution; {did_you_mean(near)}"
             f"valid: {', '.join(length_names())}, a YAML file of bins, or an .npz or .npy file of lengths"
         )
-    return _binned(path)
+    try:
+        modified = path.stat().st_mtime_ns
+    except FileNotFoundError:
+        instead = "" if folder is None else "; leave the folder out to draw from the bins"
+        raise ConfigError(f"lengths {path}: no such file{instead}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"lengths {path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    return _read(path, modified)
 
 
 def sample_lengths(name_or_path: str | Path, count: int, seed: int = 0, folder: str | Path | None = None) -> np.ndarray:
@@ -172,58 +176,25 @@ def sample_batch(
     return drawn
 
 
-@lru_cache
-def _installed(name: str) -> Lengths:
-    return _binned(DISTRIBUTIONS / f"{name}.yaml")
-
-
-def _binned(path: Path) -> Lengths:
-    file = read_settings_file(path)
-    settings = with_file_location(file, "", lambda: LengthSettings(**file.data))
-    return Lengths(settings.name, tuple(settings.edges), tuple(settings.percent))
-
-
-def _list(path: Path) -> Lengths:
+@lru_cache(maxsize=8)
+def _read(path: Path, modified: int) -> Lengths:
+    """Read a file of bins or of lengths; cached by its time of modification."""
+    if path.suffix not in (".npz", ".npy"):
+        file = read_settings_file(path)
+        settings = with_file_location(file, "", lambda: LengthSettings(**file.data))
+        return Lengths(settings.name, tuple(settings.edges), tuple(settings.percent))
     try:
-        return _cached_list(path, path.stat().st_mtime_ns)
-    except FileNotFoundError:
-        raise ConfigError(f"lengths {path}: no such file; leave the folder out to draw from the bins") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"lengths {path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-
-
-@lru_cache(maxsize=4)
-def _cached_list(path: Path, modified: int) -> Lengths:
-    """Read a file of lengths; cached by its time of modification."""
-    try:
-        with open(path, "rb") as file:
-            if path.suffix == ".npy":
-                loaded = _read_array(file)
-            else:
-                with zipfile.ZipFile(file) as archive, archive.open("lengths.npy") as member:
-                    loaded = _read_array(member)
-    except ConfigError as error:
-        raise ConfigError(f"lengths {path}: {error}") from None
+        with open(path, "rb") as content:
+            loaded = np.load(content, allow_pickle=False)
+            lengths = loaded if isinstance(loaded, np.ndarray) else loaded["lengths"]
     except Exception:  # NumPy evaluates the header, and zipfile's decoders too raise many kinds for a damaged file
         raise ConfigError(
             f"lengths {path}: must be an .npy file, or an .npz file with an array called lengths; this one is none, or "
             "damaged"
         ) from None
-    if loaded.ndim != 1 or not loaded.size or loaded.dtype.kind not in "iu" or loaded.min() < 1 or loaded.max() > 2**31:
-        raise ConfigError(f"lengths {path}: must be a list of whole numbers from 1 to 2**31")
-    listed = loaded.astype(np.int64)
+    is_list = lengths.ndim == 1 and lengths.dtype.kind in "iu" and 1 <= lengths.size <= MAX_LISTED
+    if not is_list or lengths.min() < 1 or lengths.max() > 2**31:
+        raise ConfigError(f"lengths {path}: must be a list of 1 to {MAX_LISTED:,} whole numbers from 1 to 2**31")
+    listed = lengths.astype(np.int64)
     listed.setflags(write=False)
     return Lengths(path.stem, listed=(listed,))
-
-
-def _read_array(file: IO[bytes]) -> np.ndarray:
-    """Read an array in NumPy's format; the header is compared with the limit before memory is taken for the rest."""
-    version = np.lib.format.read_magic(file)
-    reader = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, _, dtype = reader(file)
-    count = math.prod(shape)
-    if not 0 <= count <= MAX_LISTED:
-        raise ConfigError(f"has {count:,} lengths; valid: at most {MAX_LISTED:,}")
-    if len(shape) != 1 or dtype.kind not in "iu":
-        raise ConfigError("must be a list of whole numbers from 1 to 2**31")
-    return np.frombuffer(file.read(count * dtype.itemsize), dtype, count)

@@ -18,8 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_cp.schema.numbers import check_count
-
 #: Tokens start .. start+length-1 of a document.
 DOC_CHUNK = np.dtype([("document", np.int64), ("start", np.int64), ("length", np.int64)])
 
@@ -99,17 +97,7 @@ class Packer:
         return {"epoch": self.epoch, "next": self._next, "waiting": list(self._waiting)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state of a Packer with equal arguments.
-
-        Raises:
-            ConfigError: it is no such state.
-        """
-        waiting, name = state["waiting"], "of the saved state of the data"
-        check_count(f"epoch {name}", state["epoch"], 0, 2**32)
-        check_count(f"next {name}", state["next"], 0, len(self._chunks))
-        for chunk in waiting if isinstance(waiting, list) else [waiting]:
-            check_count(f"waiting {name}", chunk, 0, state["next"] - 1, "chunks before `next`")
-        check_count(f"different chunks of waiting {name}", len(set(waiting)), len(waiting))
+        """Continue from a state of a Packer with equal arguments."""
         self._begin(state["epoch"])
         for chunk in state["waiting"]:
             self._wait(chunk)

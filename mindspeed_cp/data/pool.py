@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -27,9 +27,8 @@ from mindspeed_cp.algorithms.hierarchical import choose_placement
 from mindspeed_cp.choose.batch_chooser import PLACEMENT_OPTIONS, SIMULATED_WITHIN
 from mindspeed_cp.cluster import LayerCost
 from mindspeed_cp.cluster.cluster import cluster_of
-from mindspeed_cp.data.balance import Assignment, assign
+from mindspeed_cp.data.balance import LINEAR_KERNELS, Assignment, assign
 from mindspeed_cp.data.candidates import BACKWARD, pipeline_time
-from mindspeed_cp.data.document_cost import LINEAR_KERNELS
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig, Topology
@@ -112,7 +111,7 @@ class PoolModel:
         Raises:
             ConfigError: neither replicas nor pools can be planned, for example under a bound of tokens.
         """
-        given = documents if callable(documents) else partial(documents_of_lengths, documents)
+        given = documents if callable(documents) else lambda numbers: Documents(documents[numbers])
         pools, groups, topology, of_pools = self._faster_pools(given, pooled, subpools)
         of_replicas = np.zeros(len(replicas))
         for number, group in enumerate(replicas):
@@ -123,9 +122,11 @@ class PoolModel:
         if min(static, of_pools) == np.inf:
             self._estimate(given, replicas[int(of_replicas.argmax())], self.replica)  # raises the error again
         is_pooled = of_pools < CLEARLY_LESS * static
-        if not self._has_window and max(static, of_pools) <= SIMULATED_WITHIN * min(static, of_pools):
+        if self.attention.window is None and max(static, of_pools) <= SIMULATED_WITHIN * min(static, of_pools):
             of_pools = max(self._simulate(given, group, topology) for group in groups)
-            is_pooled = self._is_any_slower(of_pools, given, replicas, of_replicas)
+            slowest_first = np.argsort(-of_replicas, kind="stable").tolist()
+            least = of_pools / CLEARLY_LESS
+            is_pooled = any(self._simulate(given, replicas[number], self.replica) > least for number in slowest_first)
         return PoolChoice(pools, np.full(len(replicas), of_pools)) if is_pooled else PoolChoice(0, of_replicas)
 
     def _faster_pools(
@@ -145,26 +146,9 @@ class PoolModel:
         best = len(ways) - 1 if estimates[-1] < CLEARLY_LESS * estimates[0] else 0
         return *ways[best], estimates[best]
 
-    def _is_any_slower(
-        self, seconds: float, given: DocumentsOf, replicas: Sequence[MicroBatches], estimates: np.ndarray
-    ) -> bool:
-        """Return True if a replica is slower by simulation than `seconds`; the slowest by estimate come first."""
-        order = np.argsort(-estimates, kind="stable").tolist()
-        least = seconds / CLEARLY_LESS
-        return any(self._simulate(given, replicas[replica], self.replica) > least for replica in order)
-
-    @property
-    def _has_window(self) -> bool:
-        return self.attention.window is not None
-
     @cached_property
     def _placement_options(self) -> dict[str, Any]:
         return {name: value for name, value in self.options.items() if name in PLACEMENT_OPTIONS}
-
-    @property
-    def _per_micro_batch(self) -> float:
-        """Seconds of a micro-batch's kernel launches besides attention."""
-        return self.layers * LINEAR_KERNELS * cluster_of(self.replica).launch
 
     def _estimate_or_never(self, given: DocumentsOf, micro_batches: MicroBatches, topology: Topology) -> float:
         """Return the same as `_estimate`; infinity if some micro-batch cannot be planned."""
@@ -175,13 +159,13 @@ class PoolModel:
 
     def _estimate(self, given: DocumentsOf, micro_batches: MicroBatches, topology: Topology) -> float:
         """Return the seconds of micro-batches, one after the other: of the placement model, or simulated."""
-        if self._has_window:
+        if self.attention.window is not None:
             return self._simulate(given, micro_batches, topology)
         seconds = []
         for numbers in micro_batches:
             documents = given(numbers)
             result = choose_placement(documents, documents, topology, self.attention, **self._placement_options)
-            seconds.append(self.layers * result.score.total + self._per_micro_batch)
+            seconds.append(result.score.total)
         return self._scheduled(seconds)
 
     def _simulate(self, given: DocumentsOf, micro_batches: MicroBatches, topology: Topology) -> float:
@@ -189,18 +173,15 @@ class PoolModel:
         cluster, seconds = cluster_of(topology), []
         for numbers in micro_batches:
             plan = build_plan(given(numbers), topology, self.attention, POOL_ALGORITHM, **dict(self.options))
-            timeline = simulate_plan(plan, cluster, self.layer, COARSE_SPANS)
-            seconds.append(self.layers * timeline.total + self._per_micro_batch)
+            seconds.append(simulate_plan(plan, cluster, self.layer, COARSE_SPANS).total)
         return self._scheduled(seconds)
 
-    def _scheduled(self, seconds: list[float]) -> float:
-        """Return when a step of these micro-batches ends: one after the other, with stages by the 1F1B schedule."""
+    def _scheduled(self, layer_seconds: list[float]) -> float:
+        """Return when a step of micro-batches ends, from the seconds of a layer in each: one after the other, with
+        stages by the 1F1B schedule."""
+        launches = self.layers * LINEAR_KERNELS * cluster_of(self.replica).launch  # besides attention
+        seconds = [self.layers * layer + launches for layer in layer_seconds]
         return pipeline_time(seconds, self.stages) / (self.stages * (1 + BACKWARD))
-
-
-def documents_of_lengths(lengths: np.ndarray, numbers: np.ndarray) -> Documents:
-    """Return some documents of a step by the lengths of all, int64 [documents]."""
-    return Documents(lengths[numbers])
 
 
 # Assignment of the documents of a step to pools of whole replicas, each of which is planned by itself.
@@ -220,48 +201,6 @@ def documents_of_lengths(lengths: np.ndarray, numbers: np.ndarray) -> Documents:
 UNEVEN = 1.1
 
 
-@dataclass(frozen=True, eq=False)
-class PoolAssignment:
-    """The pool and micro-batch of each document of a step.
-
-    Attributes:
-        assignment: pools in the place of replicas.
-        work: modelled work of each document, float64 [documents].
-    """
-
-    assignment: Assignment
-    work: np.ndarray
-
-    @property
-    def pools(self) -> int:
-        """Number of pools."""
-        return len(self.assignment.seconds)
-
-    @cached_property
-    def micro_batches(self) -> list[list[np.ndarray]]:
-        """Micro-batches of each pool, each the ascending numbers of its documents, int64."""
-        return [self.assignment.rows(pool) for pool in range(self.pools)]
-
-    @property
-    def shares(self) -> np.ndarray:
-        """Modelled time of each pool over that of the slowest, float64 [pools]."""
-        seconds, slowest = self.assignment.seconds, self.assignment.slowest
-        return seconds / slowest if slowest else np.ones(self.pools)
-
-    @property
-    def is_uneven(self) -> bool:
-        """True if one pool of all ranks may be faster."""
-        return self.assignment.imbalance > UNEVEN
-
-    @property
-    def slowest(self) -> list[int]:
-        """The pools that may be the slowest: that with most work, and that with the document of most work."""
-        busiest = int(np.argmax(self.assignment.seconds))
-        if not len(self.work):
-            return [busiest]
-        return sorted({busiest, int(self.assignment.replica[np.argmax(self.work)])})
-
-
 def assign_to_pools(
     lengths: np.ndarray,
     work: np.ndarray,
@@ -269,12 +208,10 @@ def assign_to_pools(
     replicas: int,
     *,
     context: int,
-    per_micro_batch: float = 0.0,
     rows: np.ndarray | None = None,
-    equal_counts: bool = False,
-    stages: int = 1,
-) -> PoolAssignment:
-    """Assign the documents of a step to equal pools and their micro-batches.
+    **more: Any,
+) -> Assignment:
+    """Assign the documents of a step to equal pools, in the place of replicas, and to their micro-batches.
 
     A pool has as few micro-batches as there can be (with pipeline stages, as many as end soonest), equal in modelled
     time, each with as many tokens as its replicas have room for together.
@@ -285,23 +222,12 @@ def assign_to_pools(
         pools: number of pools, a divisor of `replicas`; 1: all documents are of one pool.
         replicas: number of data-parallel replicas.
         context: maximum number of tokens in a micro-batch of one replica.
-        per_micro_batch: modelled seconds that a micro-batch takes in addition to its documents.
         rows: row of each document as it was packed, int64 [documents]; row i is of replica i % replicas.
-        equal_counts: all pools have the same number of micro-batches, as where experts span them.
-        stages: number of pipeline stages.
+        more: arguments of :func:`mindspeed_cp.data.balance.assign`.
 
     Raises:
         ConfigError: a document is longer than such a micro-batch, or there are too few documents for equal counts.
     """
-    per_pool = replicas // pools
-    assignment = assign(
-        lengths,
-        work / per_pool,
-        pools,
-        token_bound=context * per_pool,
-        per_micro_batch=per_micro_batch,
-        rows=None if rows is None else rows // per_pool,
-        equal_counts=equal_counts,
-        stages=stages,
-    )
-    return PoolAssignment(assignment, work)
+    of_pool = replicas // pools
+    rows = None if rows is None else rows // of_pool
+    return assign(lengths, work / of_pool, pools, token_bound=context * of_pool, rows=rows, **more)

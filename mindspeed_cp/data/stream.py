@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import operator
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +16,6 @@ from mindspeed_cp.data.trajectories import TrajectoryCorpus, concatenate
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents, PackedTrajectories
 from mindspeed_cp.schema.messages import format_value
-from mindspeed_cp.schema.numbers import check_count
 
 LOOKAHEAD = 64
 
@@ -89,7 +86,7 @@ class PackedStream:
             compares; by default only lengths are compared.
 
     Raises:
-        ConfigError: an argument is out of range, or the corpus has no tokens.
+        ConfigError: the corpus has no tokens.
     """
 
     def __init__(
@@ -103,19 +100,11 @@ class PackedStream:
         lookahead: int = LOOKAHEAD,
         contents: Sequence[str] = (),
     ) -> None:
-        context, seed, lookahead = (operator.index(n) for n in (context, seed, lookahead))
-        for name, value, least in (("context", context, 2), ("seed", seed, 0), ("lookahead", lookahead, 1)):
-            if value < least:
-                raise ConfigError(f"{name} = {value}: must be {least} or more")
-        if not 0 <= replica < replicas:
-            raise ConfigError(f"replica = {replica}: must be 0 or more and less than replicas = {replicas}")
         lengths = np.ascontiguousarray(corpus.lengths, np.int64)
         if lengths.sum() < 1:
             raise ConfigError(f"the corpus has {len(lengths)} documents and no tokens; give one with some")
         self.corpus, self.context, self.seed = corpus, context, seed
         self.replica, self.replicas = replica, replicas
-        #: Number of documents that are longer than the context, and are cut in every epoch.
-        self.cut_documents = int(np.count_nonzero(lengths > context))
         self._contents = list(contents)
         self._packer = Packer(lengths, context, seed, lookahead)
         self._fixed = {
@@ -125,74 +114,40 @@ class PackedStream:
             "lookahead": lookahead,
         }
         self._rows = 0  # of all replicas
-        self._tokens = 0  # in those rows
 
     def __iter__(self) -> Iterator[PackedRow]:
         return self
 
     def __next__(self) -> PackedRow:
-        """Return the next row of this replica. If it cannot be read, the stream stays at it.
-
-        Raises:
-            ConfigError: the corpus has changed since it was opened.
-        """
-        with self._restored_on_error():
-            rows = [self._packer.next_row() for _ in range(self.replicas)]
-            row = self._load(rows[self.replica], self._rows + self.replica)
-        self._count(rows)
+        """Return the next row of this replica."""
+        rows = [self._packer.next_row() for _ in range(self.replicas)]
+        row = self._load(rows[self.replica], self._rows + self.replica)
+        self._rows += len(rows)
         return row
 
     def next_batch(self, rows: int, dispatcher: Dispatcher) -> ReplicaBatch:
         """Return this replica's micro-batches of the next `rows` rows, a global batch that `dispatcher` assigns.
 
         Documents stay in their global batch, so the state of the stream afterwards is the same as if its rows had been
-        taken one by one. With balance "none" they are the same rows. If the batch cannot be read, the stream stays at
-        it.
+        taken one by one. With balance "none" they are the same rows.
 
         Args:
             rows: number of rows of all replicas, a multiple of their number.
             dispatcher: dispatcher for the same number of replicas and the same context.
-
-        Raises:
-            ConfigError: the corpus has changed since it was opened, or the dispatcher has another number of replicas or
-                another context.
         """
-        for name, value, own in (
-            ("replicas", dispatcher.replicas, self.replicas),
-            ("context", dispatcher.context, self.context),
-        ):
-            if value != own:
-                raise ConfigError(f"the dispatcher's {name} = {value}: the stream has {own}; give both the same")
-        if rows < 1 or rows % self.replicas:
-            raise ConfigError(f"rows = {rows}: a global batch is a multiple of the {self.replicas} replicas")
-        with self._restored_on_error():
-            drawn = [self._packer.next_row() for _ in range(rows)]
-            dispatched = dispatcher(drawn)
-            of_pool = self.replicas // dispatched.pools if dispatched.pooled else 1
-            replica = self.replica - self.replica % of_pool  # the first one of those with these rows
-            replica_rows = [
-                self._load_numbers(dispatched.chunks, numbers, number * self.replicas + replica, dispatcher)
-                for number, numbers in enumerate(dispatched.micro_batches[self.replica])
-            ]
-            document, start, length = dispatched.chunks[0].tolist()
-            sample = self.corpus.tokens(document, start, start + length)
-        self._count(drawn)
+        drawn = [self._packer.next_row() for _ in range(rows)]
+        dispatched = dispatcher(drawn)
+        of_pool = self.replicas // dispatched.pools if dispatched.pooled else 1
+        replica = self.replica - self.replica % of_pool  # the first one of those with these rows
+        replica_rows = [
+            self._load_numbers(dispatched.chunks, numbers, number * self.replicas + replica, dispatcher)
+            for number, numbers in enumerate(dispatched.micro_batches[self.replica])
+        ]
+        document, start, length = dispatched.chunks[0].tolist()
+        sample = self.corpus.tokens(document, start, start + length)
+        self._rows += len(drawn)
         content = rows_digest(array for row in replica_rows for array in row.contents)
         return ReplicaBatch(replica_rows, dispatched, content, rows_digest([sample]))
-
-    @contextmanager
-    def _restored_on_error(self) -> Iterator[None]:
-        """Restore the state of the packer if the block raises."""
-        before = self._packer.state_dict()
-        try:
-            yield
-        except BaseException:
-            self._packer.load_state_dict(before)
-            raise
-
-    def _count(self, rows: Sequence[np.ndarray]) -> None:
-        self._rows += len(rows)
-        self._tokens += sum(int(chunks["length"].sum()) for chunks in rows)
 
     def _load_numbers(self, chunks: np.ndarray, numbers: np.ndarray, index: int, dispatcher: Dispatcher) -> PackedRow:
         """Load some chunks of a global batch; `index` numbers the micro-batches of all replicas."""
@@ -209,13 +164,8 @@ class PackedStream:
         documents = Documents(chunks["length"])
         tokens = np.empty(documents.tokens, np.int64)
         for (document, start, length), offset in zip(chunks.tolist(), documents.offsets[:-1].tolist(), strict=True):
-            content = self.corpus.tokens(document, start, start + length) if length else tokens[:0]
-            if content.shape != (length,):
-                raise ConfigError(
-                    f"document {document}: the corpus gave an array of shape {list(content.shape)} for the {length} "
-                    f"tokens from {start} on; a corpus must give the tokens that its lengths promise"
-                )
-            tokens[offset : offset + length] = content
+            if length:
+                tokens[offset : offset + length] = self.corpus.tokens(document, start, start + length)
         last = documents.offsets[1:][documents.lengths > 0] - 1
         labels = np.append(tokens[1:], EOD)
         labels[last] = EOD
@@ -225,31 +175,18 @@ class PackedStream:
             tokens, labels, loss_mask, documents, index, index if dropout_stream_id is None else dropout_stream_id
         )
 
-    @property
-    def epoch(self) -> int:
-        """Number of completed passes over the corpus before the newest row."""
-        return self._packer.epoch
-
-    @property
-    def fill(self) -> float:
-        """Tokens of all rows so far, of all replicas, divided by rows * context; 0 before the first row."""
-        return self._tokens / (self._rows * self.context) if self._rows else 0.0
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state: numbers and digests of the corpus, for JSON; equal on every replica."""
-        state = {**self._fixed, **self._packer.state_dict(), "rows": self._rows, "tokens": self._tokens}
+        state = {**self._fixed, **self._packer.state_dict(), "rows": self._rows}
         return state | {"contents": self._contents} if self._contents else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly where `state` was taken, with any number of replicas.
 
         Raises:
-            ConfigError: the state is for another corpus, context, seed or lookahead, or is incomplete. A state without
-                digests of the contents fits any corpus of the same lengths.
+            ConfigError: the state is for another corpus, context, seed or lookahead. A state without digests of the
+                contents fits any corpus of the same lengths.
         """
-        missing = self.state_dict().keys() - state.keys() - {"contents"}
-        if missing:
-            raise ConfigError(f"the saved state of the data lacks {', '.join(sorted(missing))}; start without it")
         for name, value in self._fixed.items():
             was = state[name]
             if was == value:
@@ -272,10 +209,8 @@ class PackedStream:
                 "data.corpus: has other contents than the saved run had, in documents of the same lengths: among "
                 f"{where}; put the old ones back to go on, or give another output.folder to start anew"
             )
-        for name in ("rows", "tokens"):
-            check_count(f"{name} of the saved state of the data", state[name], 0, 2**63)
         self._packer.load_state_dict(state)
-        self._rows, self._tokens = state["rows"], state["tokens"]
+        self._rows = state["rows"]
 
 
 # Rows of prefix trees: whole groups of trajectories back to back.

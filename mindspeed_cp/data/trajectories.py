@@ -1,120 +1,85 @@
 """A corpus of groups of trajectories, each of which is packed as prefix trees and stays whole.
 
-As a document, a group has its tree tokens: packing and dispatch take it as one. Opening the corpus reads every group
-once and keeps the shapes of its trees.
+As a document, a group has its tree tokens: packing and dispatch take it as one. A corpus is read when it is opened, and
+each rank holds it in memory.
 """
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from mindspeed_cp.data.corpus import JSON_LINES, VOCAB_SIZE, FileEntries, printable_path, tokenize, user_files
+from mindspeed_cp.data.corpus import (
+    JSON_LINES,
+    VOCAB_SIZE,
+    encode,
+    find_files,
+    json_object,
+    printable_path,
+    read_entries,
+    tokenize,
+)
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.layout import Documents, PackedTrajectories, ragged_arange
+from mindspeed_cp.layout import Documents, PackedTrajectories
 from mindspeed_cp.schema.messages import short_repr
-
-
-class GroupSource(Protocol):
-    """Groups numbered from 0: those of files, or generated ones."""
-
-    def __len__(self) -> int: ...
-
-    def name(self, group: int) -> str:
-        """Return the name of a group for messages."""
-
-    def read(self, group: int) -> TrajectoryGroup:
-        """Return a group, the same at every call."""
 
 
 class TrajectoryCorpus:
     """Groups of trajectories as documents of a corpus.
 
     Args:
-        groups: where groups come from.
+        groups: name, for messages, and content of each.
         min_shared: least number of first tokens that trajectories must have in common to be one tree.
         context: largest number of tree tokens of a group; None: any.
 
     Attributes:
+        lengths: tree tokens of each group, int64 [groups], read-only.
         flat_lengths: tokens of all trajectories of each group, int64 [groups].
+        learned_tokens: number of trajectory tokens to predict that have a weight.
         group_digests: digest of all that each group is: trees, tokens, trajectories, weights; 8 bytes each.
 
     Raises:
         ConfigError: a group is not valid, or has more tree tokens than the context; names it.
     """
 
-    def __init__(self, groups: GroupSource, min_shared: int = 1, context: int | None = None) -> None:
-        self._source, self._min_shared = groups, min_shared
-        self._last: tuple[int, PackedTrajectories, Sequence[np.ndarray]] | None = None
-        shapes, self.group_digests = [], list[bytes]()
-        flat, self._targets = np.zeros(len(groups), np.int64), 0
-        for number in range(len(groups)):
-            packed, weights = self.group(number)
+    def __init__(
+        self, groups: Iterable[tuple[str, TrajectoryGroup]], min_shared: int = 1, context: int | None = None
+    ) -> None:
+        self._groups: list[tuple[PackedTrajectories, Sequence[np.ndarray]]] = []
+        for name, group in groups:
+            packed = Documents.from_trajectories(group.trajectories, min_shared, must_share=False)
             if context is not None and packed.documents.tokens > context:
                 raise ConfigError(
-                    f"{groups.name(number)}: has {packed.documents.tokens} tree tokens ({packed.flat_tokens} of its "
+                    f"{name}: has {packed.documents.tokens} tree tokens ({packed.flat_tokens} of its "
                     f"{len(packed.tree_tokens)} trajectories), and data.seq_length = {context}; a group is not cut: "
                     "valid: data.seq_length of so many or more, or fewer or shorter trajectories"
                 )
-            shapes.append((packed.documents.lengths, packed.documents.parents))
-            flat[number] = packed.flat_tokens
-            self._targets += int(sum(np.count_nonzero(weight[1:]) for weight in weights))
-            self.group_digests.append(_digest(packed, weights))
-        counts = [len(lengths) for lengths, _ in shapes]
-        self._node_offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
-        self._node_lengths = np.concatenate([np.zeros(0, np.int64), *(lengths for lengths, _ in shapes)])
-        self._node_parents = np.concatenate([np.zeros(0, np.int64), *(parents for _, parents in shapes)])
-        sums = np.concatenate([[0], np.cumsum(self._node_lengths)])[self._node_offsets]
-        self._lengths = np.diff(sums).astype(np.int64)
-        for array in (self._lengths, flat):
-            array.setflags(write=False)
-        self.flat_lengths = flat
+            self._groups.append((packed, group.weights))
+        self.group_digests = [_digest(packed, weights) for packed, weights in self._groups]
+        self.learned_tokens = sum(
+            int(np.count_nonzero(weight[1:])) for _, weights in self._groups for weight in weights
+        )
+        self.lengths = np.array([packed.documents.tokens for packed, _ in self._groups], np.int64)
+        self.lengths.setflags(write=False)
+        self.flat_lengths = np.array([packed.flat_tokens for packed, _ in self._groups], np.int64)
 
     def __len__(self) -> int:
-        return len(self._lengths)
-
-    def __repr__(self) -> str:
-        return (
-            f"TrajectoryCorpus({len(self)} groups, {int(self._lengths.sum())} tree tokens of "
-            f"{int(self.flat_lengths.sum())})"
-        )
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Number of tree tokens of each group, int64 [groups], read-only."""
-        return self._lengths
-
-    @property
-    def learned_tokens(self) -> int:
-        """Number of trajectory tokens to predict that have a weight."""
-        return self._targets
+        return len(self.lengths)
 
     @property
     def most_repeated(self) -> int:
         """Upper bound of the trajectory tokens for which a tree token stands, on average over any group."""
-        return int((-(-self.flat_lengths // np.maximum(self._lengths, 1))).max(initial=1))
-
-    def name(self, group: int) -> str:
-        """Return the name of a group."""
-        return self._source.name(group)
+        return int((-(-self.flat_lengths // np.maximum(self.lengths, 1))).max(initial=1))
 
     def group(self, group: int) -> tuple[PackedTrajectories, Sequence[np.ndarray]]:
-        """Return the trees of a group, and the loss weights of each trajectory's tokens, fp64 [length] each.
-
-        Raises:
-            ConfigError: its file has been removed or changed since the corpus was opened.
-        """
-        if self._last is None or self._last[0] != group:
-            given = self._source.read(group)
-            packed = Documents.from_trajectories(given.trajectories, self._min_shared, must_share=False)
-            self._last = group, packed, given.weights
-        return self._last[1:]
+        """Return the trees of a group, and the loss weights of each trajectory's tokens, fp64 [length] each."""
+        return self._groups[group]
 
     def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return tree tokens start .. stop-1 of a group, int64 [stop - start]; by default all."""
@@ -126,20 +91,18 @@ class TrajectoryCorpus:
         Args:
             groups: numbers of groups, int64 [n].
         """
-        nodes, counts = self._nodes(groups)
-        parents = self._node_parents[nodes]
-        before = np.repeat(np.cumsum(counts) - counts, counts)
-        return Documents(self._node_lengths[nodes], np.where(parents < 0, -1, parents + before))
+        shapes = [self._groups[number][0].documents for number in groups.tolist()]
+        before = np.repeat(np.cumsum([0, *map(len, shapes)])[:-1], [len(shape) for shape in shapes])
+        lengths, parents = (
+            np.concatenate([np.zeros(0, np.int64), *(getattr(shape, name) for shape in shapes)])
+            for name in ("lengths", "parents")
+        )
+        return Documents(lengths, np.where(parents < 0, -1, parents + before))
 
     def sum_of_groups(self, groups: np.ndarray, values: np.ndarray) -> np.ndarray:
         """Sum values of the documents of some groups, [documents], over each group, [n]."""
-        _, counts = self._nodes(groups)
+        counts = [len(self._groups[number][0].documents) for number in groups.tolist()]
         return np.bincount(np.repeat(np.arange(len(groups)), counts), values, len(groups))
-
-    def _nodes(self, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the documents of some groups among those of all, and the number of each group."""
-        first, counts = self._node_offsets[groups], self._node_offsets[groups + 1] - self._node_offsets[groups]
-        return ragged_arange(first, counts), counts
 
 
 def open_trajectories(source: str, min_shared: int = 1, context: int | None = None) -> TrajectoryCorpus:
@@ -152,10 +115,10 @@ def open_trajectories(source: str, min_shared: int = 1, context: int | None = No
     Raises:
         ConfigError: the source does not exist or has no group, or a group is not valid; names it.
     """
-    root, paths = user_files(source, (JSON_LINES,), None)
-    corpus = TrajectoryCorpus(TrajectoryFiles(paths), min_shared, context)
+    lines = read_entries(find_files(source, (JSON_LINES,)))
+    corpus = TrajectoryCorpus(((name, parse_group(line, name)) for name, line, _ in lines), min_shared, context)
     if not len(corpus):
-        raise ConfigError(f"corpus {printable_path(root)}: has no group; its {JSON_LINES} files have no lines")
+        raise ConfigError(f"corpus {printable_path(Path(source))}: has no group; its {JSON_LINES} files have no lines")
     return corpus
 
 
@@ -213,31 +176,13 @@ class TrajectoryGroup:
     weights: Sequence[np.ndarray]
 
 
-class TrajectoryFiles(FileEntries):
-    """Groups of .jsonl files; lines are read on demand."""
-
-    def read(self, group: int) -> TrajectoryGroup:
-        """Read a group.
-
-        Raises:
-            ConfigError: the line is no group, or the file has been removed or changed since it was opened.
-        """
-        return parse_group(self.read_bytes(group), self.name(group))
-
-
 def parse_group(line: bytes, where: str) -> TrajectoryGroup:
     """Return the group of a JSON line; `where` names it in errors.
 
     Raises:
         ConfigError: it is no JSON object, has other keys, or a value that is not valid; names it.
     """
-    try:
-        value = json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: is no JSON ({error}); each line must be an object such as {_EXAMPLE}") from None
-    if not isinstance(value, dict) or "trajectories" not in value:
-        what = f"has the keys {sorted(value)}" if isinstance(value, dict) else f"is a JSON {type(value).__name__}"
-        raise ConfigError(f"{where}: {what}; each line must be an object such as {_EXAMPLE}")
+    value = json_object(line, where, "trajectories", _EXAMPLE)
     unknown = sorted(value.keys() - set(KEYS))
     if unknown:
         raise ConfigError(f"{where}: unknown key {unknown[0]!r}; valid: {', '.join(KEYS)}")
@@ -266,10 +211,7 @@ def parse_group(line: bytes, where: str) -> TrajectoryGroup:
 def _tokens(value: Any, where: str, is_end: bool) -> np.ndarray:
     """Return the token numbers of a text or a list, int64 [tokens]; a text with `is_end` ends with EOD."""
     if isinstance(value, str):
-        try:
-            return tokenize(value.encode("utf-8"), end=is_end)
-        except UnicodeEncodeError as error:
-            raise ConfigError(f"{where} has half a surrogate pair at character {error.start}; mend the line") from None
+        return tokenize(encode(value, where), end=is_end)
     valid = f"a text, or a list of token numbers from 0 to {VOCAB_SIZE - 1}"
     if not isinstance(value, list):
         raise ConfigError(f"{where} is {short_repr(value)}; valid: {valid}")

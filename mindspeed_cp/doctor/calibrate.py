@@ -186,7 +186,7 @@ def _print(
 ) -> None:
     report: dict[str, Any] = {
         "file": str(path),
-        "cluster": asdict(cluster),
+        "cluster": dict(cluster),
         "sources": sources,
         "fits": fits.table(),
         "together": {"in_node_all": fits.in_node_all, "network_all": fits.network_all},

@@ -386,7 +386,7 @@ class RanksCheck:
             return
         together = {"in_node_all": fits.in_node_all, "network_all": fits.network_all}
         self.report["cluster"] = {
-            "cluster": asdict(self._cluster), "sources": sources, "fits": fits.table(), "together": together,
+            "cluster": dict(self._cluster), "sources": sources, "fits": fits.table(), "together": together,
             "measurements": [asdict(row) for row in rows],
         }  # fmt: skip
 

@@ -164,6 +164,7 @@ def to_setting_error(model: type[BaseModel], error: ValidationError) -> SettingE
     if first["type"] == "extra_forbidden":
         return unknown_key(model, key, location[-1])
     info = model.model_fields.get(location[0]) if location else None
+    key = ".".join(part for part in location if part == location[0] or part.isdigit())  # without the types of a union
     if first["type"] == "missing":
         return SettingError(key, f"{key}: is missing; it must be {describe_valid_values(info) if info else 'given'}")
     if info is None:
@@ -200,7 +201,7 @@ def list_keys(keys: Sequence[str]) -> str:
     """Return "valid: a, b" of few keys; of more, how to list them."""
     if len(keys) <= _KEY_LIMIT:
         return f"valid: {', '.join(keys)}"
-    return f"valid: {len(keys)} keys, which `python -m mindspeed_cp.config.reference` lists"
+    return f"valid: {len(keys)} keys, which configs/reference.yaml lists"
 
 
 def _key_names(model: type[BaseModel]) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from mindspeed_cp.schema.messages import SettingError, format_value
 
 MAX_FILE_BYTES = 2**17  # PyYAML takes a second for it; no settings file has a tenth
 MAX_DIGITS = 40  # of an integer; Python writes none of more than 4,300, in whatever base it was read
-MAX_ALIASED_NODES = 1000  # values that aliases (*name) repeat: a page of them can stand for billions
+MAX_ALIASES = 30  # *name: a page of them can stand for billions of values, so many for 60,000 at most
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 _Made = TypeVar("_Made")
@@ -32,6 +32,26 @@ _DECIMAL = re.compile(r"[-+]?[0-9]+")
 
 class _Loader(yaml.SafeLoader):
     """SafeLoader with the scalars of YAML 1.2: what is no number, truth value or null of it is text."""
+
+    aliases = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Return the next node; refuse many aliases."""
+        if self.check_event(yaml.AliasEvent):
+            self.aliases += 1
+            if self.aliases > MAX_ALIASES:
+                problem = f"more than {MAX_ALIASES} aliases (*name); write the values themselves"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=self.peek_event().start_mark)
+        return super().compose_node(parent, index)
+
+    def compose_scalar_node(self, anchor: dict[Any, yaml.Node]) -> yaml.ScalarNode:
+        """Return a scalar; refuse what is no Unicode."""
+        node = super().compose_scalar_node(anchor)
+        bad = _SURROGATE.search(node.value)
+        if bad is not None:
+            problem = f"the character U+{ord(bad[0]):04X} is not allowed"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+        return node
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         """Return an integer: 12, 0o14, 0xC; refuse 010, and what has more than MAX_DIGITS."""
@@ -199,7 +219,6 @@ def _load(text: str, name: str, lines: dict[str, int | str]) -> Any:
         node = loader.get_single_node()
         if node is None:
             return None
-        _check_size(node, name)
         _index(node, "", name, lines)
         return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
@@ -218,38 +237,6 @@ def _load(text: str, name: str, lines: dict[str, int | str]) -> Any:
         raise ConfigError(f"{name}: not valid YAML: nested too deeply, or refers to itself") from None
     except (ValueError, LookupError, AttributeError) as error:  # 2026-13-45, and what PyYAML makes of !!bool x
         raise ConfigError(f"{name}: not valid YAML: {type(error).__name__}: {error}") from None
-
-
-def _check_size(root: yaml.Node, name: str) -> None:
-    """Refuse aliases that stand for many values, or for themselves, and text that is no Unicode; before values are
-    made. Each node is visited once, however often it is meant."""
-    sizes: dict[yaml.Node, int] = {}
-
-    def size(node: yaml.Node) -> int:
-        if node in sizes:
-            if not sizes[node]:
-                raise RecursionError
-            return sizes[node]
-        sizes[node] = 0  # while it is counted
-        count = 1
-        if isinstance(node, yaml.ScalarNode):
-            bad = _SURROGATE.search(node.value)
-            if bad is not None:
-                line = node.start_mark.line + 1
-                raise ConfigError(f"{name}:{line}: not valid YAML: the character U+{ord(bad[0]):04X} is not allowed")
-        elif isinstance(node, yaml.MappingNode):
-            count += sum(size(key) + size(value) for key, value in node.value)
-        else:
-            count += sum(map(size, node.value))
-        sizes[node] = count
-        return count
-
-    total = size(root)
-    if total - len(sizes) > MAX_ALIASED_NODES:
-        raise ConfigError(
-            f"{name}: not valid YAML: aliases (*name) repeat {total - len(sizes):,} values; valid: at most "
-            f"{MAX_ALIASED_NODES:,}; write the values themselves"
-        )
 
 
 def _index(node: yaml.Node, prefix: str, name: str, lines: dict[str, int | str]) -> None:

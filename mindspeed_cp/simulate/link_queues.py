@@ -94,117 +94,67 @@ class LinkQueues:
         link, ready = link[order], ready[order]
         seconds = size[order] / self.rate[link]
         self.busy_seconds += np.bincount(link, seconds, len(self.busy_seconds))
-        turns = _Turns(group_starts(link), len(link))
-        used = link[turns.first]
+        first = group_starts(link)
+        used = link[first]
         free, gap = self.free_at[used], self.idle_gap[used]
-        # A gap that opens here ends when a message is ready; those after it are ready later, and do not fit into it.
-        fits = np.maximum(self.idle_gap[link, 0], ready) + seconds <= self.idle_gap[link, 1]
-        if fits.any() or (ready + seconds <= ready).any():
-            begun, ended = turns.serve_with_gaps(ready, seconds, free, gap, self.sharing == "fair")
-        else:
-            begun = turns.serve(ready, seconds, free)
-            ended = begun + seconds
-            if self.sharing == "fair":
-                turns.note_gaps(begun, ended, free, gap)
-            free = ended[turns.last]
+        begun, ended = _serve_in_turns(first, ready, seconds, free, gap, self.sharing == "fair")
         self.free_at[used], self.idle_gap[used] = free, gap
-        if self._ranks_share_nics:
-            begun, ended = self._share_nics(link, ready, begun, ended)
+        if self._ranks_share_nics:  # messages on NICs advance together
+            nics = slice(*np.searchsorted(link, [self.first_of_kind["nic out"], self.first_of_kind["pair"]]))
+            begun[nics], ended[nics] = share_busy_periods(link[nics], ready[nics], begun[nics], ended[nics])
         begin, end = np.empty(len(link)), np.empty(len(link))
         begin[order], end[order] = begun, ended
         return begin, end
 
-    def _share_nics(
-        self, link: np.ndarray, ready: np.ndarray, begun: np.ndarray, ended: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Let messages on NICs advance together; `link` is sorted, times are those of messages in turns."""
-        nics = slice(*np.searchsorted(link, [self.first_of_kind["nic out"], self.first_of_kind["pair"]]))
-        begun[nics], ended[nics] = share_busy_periods(link[nics], ready[nics], begun[nics], ended[nics])
-        return begun, ended
 
+def _serve_in_turns(
+    first: np.ndarray, ready: np.ndarray, seconds: np.ndarray, free: np.ndarray, gap: np.ndarray, notes_gaps: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Serve each message after those before it on its link, or in the last gap in which its link was idle if it fits
+    there.
 
-class _Turns:
-    """Turns in which links serve their messages: the k-th message of each link is served in turn k, of the links with
-    the most messages first, so that the links of a turn are the first ones of the turn before.
+    The k-th message of each link is served in turn k, of the links with the most messages first, so that the links of a
+    turn are the first ones of the turn before.
 
     Args:
         first: index of the first message of each link; messages are sorted by link.
-        messages: number of messages.
+        ready, seconds: when each message may begin, and how long it takes.
+        free: when each link is free, fp64 [links]; written.
+        gap: (begin, end) of that gap of each link, fp64 [links, 2]; written if `notes_gaps`.
+
+    Returns:
+        When each message begins to pass and when it has passed, fp64 [messages].
     """
-
-    def __init__(self, first: np.ndarray, messages: int) -> None:
-        self.first = first
-        self.last = np.append(first[1:], messages)[: len(first)] - 1
-        count = self.last - first + 1
-        self._most_first = np.argsort(-count, kind="stable")
-        active = np.searchsorted(-count[self._most_first], -np.arange(count.max(initial=0)), "left")
-        self._turn_ends = np.cumsum(active)
-        rank = np.empty(len(first), np.int64)
-        rank[self._most_first] = np.arange(len(first))
-        turn = np.arange(messages) - np.repeat(first, count)
-        self._place = (self._turn_ends - active)[turn] + np.repeat(rank, count)  # of each message in the order of turns
-
-    def _in_turns(self, values: np.ndarray) -> np.ndarray:
-        out = np.empty_like(values)
-        out[self._place] = values
-        return out
-
-    def serve(self, ready: np.ndarray, seconds: np.ndarray, free: np.ndarray) -> np.ndarray:
-        """Return when each message begins to pass, after those before it; fp64 [messages].
-
-        Args:
-            ready, seconds: when each message may begin, and how long it takes.
-            free: when each link is free.
-        """
-        ready, seconds = self._in_turns(ready), self._in_turns(seconds)
-        free, begun, begin = free[self._most_first], np.empty_like(ready), 0
-        for end in self._turn_ends.tolist():
-            turn = slice(begin, end)
-            free = np.maximum(free[: end - begin], ready[turn], out=begun[turn]) + seconds[turn]
-            begin = end
-        return begun[self._place]
-
-    def note_gaps(self, begun: np.ndarray, ended: np.ndarray, free: np.ndarray, gap: np.ndarray) -> None:
-        """Write the last gap in which each link was idle to `gap`, fp64 [links, 2], where there was one."""
-        before = np.empty_like(ended)
-        before[1:] = ended[:-1]
-        before[self.first] = free
-        after_gap = np.maximum.reduceat(np.where(begun > before, np.arange(len(begun)), -1), self.first)
-        links = np.flatnonzero(after_gap >= 0)
-        gap[links, 0], gap[links, 1] = before[after_gap[links]], begun[after_gap[links]]
-
-    def serve_with_gaps(
-        self, ready: np.ndarray, seconds: np.ndarray, free: np.ndarray, gap: np.ndarray, notes_gaps: bool
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Do as `serve`, but begin with a message in the last gap in which its link was idle, if it fits there.
-
-        Args:
-            ready, seconds, free: as for `serve`; `free` is written.
-            gap: (begin, end) of that gap of each link, fp64 [links, 2]; written if `notes_gaps`.
-
-        Returns:
-            When each message begins to pass and when it has passed, fp64 [messages].
-        """
-        ready, seconds = self._in_turns(ready), self._in_turns(seconds)
-        begun, ended, begin = np.empty_like(ready), np.empty_like(ready), 0
-        free_of, gap_begin, gap_end = free[self._most_first], *gap[self._most_first].T.copy()
-        for end in self._turn_ends.tolist():
-            turn, links = slice(begin, end), slice(0, end - begin)
-            free_before, gap_begin_before = free_of[links], gap_begin[links]
-            after = np.maximum(free_before, ready[turn])
-            in_gap = np.maximum(gap_begin_before, ready[turn])
-            fits = in_gap + seconds[turn] <= gap_end[links]
-            begun[turn] = np.where(fits, in_gap, after)
-            ended[turn] = begun[turn] + seconds[turn]
-            if notes_gaps:
-                new_gap = after > free_before
-                gap_begin[links] = np.where(fits, ended[turn], np.where(new_gap, free_before, gap_begin_before))
-                gap_end[links] = np.where(~fits & new_gap, after, gap_end[links])
-            free_of[links] = np.where(fits, free_before, ended[turn])
-            begin = end
-        free[self._most_first] = free_of
-        gap[self._most_first, 0], gap[self._most_first, 1] = gap_begin, gap_end
-        return begun[self._place], ended[self._place]
+    count = np.diff(np.append(first, len(ready)))
+    most_first = np.argsort(-count, kind="stable")
+    active = np.searchsorted(-count[most_first], -np.arange(count.max(initial=0)), "left")
+    turn_ends = np.cumsum(active)
+    rank = np.empty(len(first), np.int64)
+    rank[most_first] = np.arange(len(first))
+    turn_of_message = np.arange(len(ready)) - np.repeat(first, count)
+    place = (turn_ends - active)[turn_of_message] + np.repeat(rank, count)  # of each message in the order of turns
+    in_turns = np.empty((2, len(ready)))
+    in_turns[:, place] = ready, seconds
+    ready, seconds = in_turns
+    begun, ended, begin = np.empty_like(ready), np.empty_like(ready), 0
+    free_of, gap_begin, gap_end = free[most_first], *gap[most_first].T.copy()
+    for end in turn_ends.tolist():
+        turn, links = slice(begin, end), slice(0, end - begin)
+        free_before, gap_begin_before = free_of[links], gap_begin[links]
+        after = np.maximum(free_before, ready[turn])
+        in_gap = np.maximum(gap_begin_before, ready[turn])
+        fits = in_gap + seconds[turn] <= gap_end[links]
+        begun[turn] = np.where(fits, in_gap, after)
+        ended[turn] = begun[turn] + seconds[turn]
+        if notes_gaps:
+            new_gap = after > free_before
+            gap_begin[links] = np.where(fits, ended[turn], np.where(new_gap, free_before, gap_begin_before))
+            gap_end[links] = np.where(~fits & new_gap, after, gap_end[links])
+        free_of[links] = np.where(fits, free_before, ended[turn])
+        begin = end
+    free[most_first] = free_of
+    gap[most_first, 0], gap[most_first, 1] = gap_begin, gap_end
+    return begun[place], ended[place]
 
 
 # Messages that advance together on a link, instead of one after the other.

@@ -10,7 +10,7 @@ import pytest
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, load_cluster, simulate_plan
 from mindspeed_cp.algorithms.layouts import build_layouts
 from mindspeed_cp.choose.candidates import Candidate, default_candidates
-from mindspeed_cp.choose.choose import KV_FETCH_ALGORITHMS, RING_ALGORITHMS, choose_algorithm, same_plan
+from mindspeed_cp.choose.choose import KV_FETCH_ALGORITHMS, RING_ALGORITHMS, choose_algorithm, plan_key
 from mindspeed_cp.choose.lower_bounds import (
     balanced_lower_bound,
     busiest_link_seconds,
@@ -196,9 +196,9 @@ def test_plans_are_the_same_only_if_they_do_the_same() -> None:
     }
     for key, plan in plans.items():
         again = build_plan(documents, TOPOLOGY, GQA, key[0], **dict(key[1]))
-        assert same_plan(plan, again)
+        assert plan_key(plan) == plan_key(again)
         if key[0] != "hierarchical":  # whose options may not matter here
-            assert not any(same_plan(plan, other) for name, other in plans.items() if name != key)
+            assert plan_key(plan) not in [plan_key(other) for name, other in plans.items() if name != key]
 
 
 def test_candidates_beyond_the_memory_are_dropped_with_the_reason() -> None:
@@ -211,8 +211,6 @@ def test_candidates_beyond_the_memory_are_dropped_with_the_reason() -> None:
     assert "all_gather: holds" in decision.reasons[2] and "GiB" in decision.reasons[2]
     with pytest.raises(ConfigError, match=r"nothing can do this batch: ring: holds .* GiB in one layer"):
         choose_algorithm([documents], TOPOLOGY, GQA, memory=1.0, candidates=[Candidate("ring")])
-    with pytest.raises(ConfigError, match="all batches are empty"):
-        choose_algorithm([], TOPOLOGY, GQA)
 
 
 def test_candidates_respect_heads_and_one_rank_has_one() -> None:

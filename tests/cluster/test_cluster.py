@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from mindspeed_cp.errors import ConfigError
 ROOT = Path(__file__).resolve().parent.parent.parent
 CLUSTERS = ROOT / "configs" / "clusters"
 NAMES = ("a2", "a3", "a3_superpod", "a800", "a950", "atlas350", "h200", "h800", "laptop_cpu")
-KEYS = [field.name for field in dataclasses.fields(Cluster)]
+KEYS = list(Cluster.model_fields)
 
 
 def changed(tmp_path: Path, pattern: str, into: str, preset: str = "a2") -> Path:
@@ -111,7 +110,7 @@ def test_an_unknown_preset_is_answered_with_the_known() -> None:
 def test_a_change_is_checked_and_a_wrong_name_is_refused() -> None:
     a2 = load_cluster("a2")
     assert a2.with_values(nic_bandwidth=50e9).nic_bandwidth == 50e9 and a2.nic_bandwidth == 25e9
-    with pytest.raises(ConfigError, match="nic_speed: unknown key of a cluster; valid: name"):
+    with pytest.raises(ConfigError, match=r"nic_speed: unknown key; .*valid: name"):
         a2.with_values(nic_speed=1.0)
     with pytest.raises(ConfigError, match="peak_flops = 0"):
         a2.with_values(peak_flops=0.0)

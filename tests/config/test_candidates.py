@@ -9,7 +9,6 @@ import pytest
 from mindspeed_cp.choose.candidates import Candidate
 from mindspeed_cp.config.candidates import candidate_settings, replace_algorithm
 from mindspeed_cp.config.settings import Settings
-from mindspeed_cp.config.suite import SuiteSettings
 from mindspeed_cp.errors import ConfigError
 
 
@@ -34,16 +33,6 @@ def test_ring_chosen_by_auto_has_directional_groups() -> None:
     ).context_parallel_suite.uses_directional_groups
 
 
-def test_suite_section_checks_candidates() -> None:
-    with pytest.raises(
-        ConfigError, match="candidates = \"bogus\": cannot be used: algorithm is 'bogus': unknown algorithm"
-    ):
-        SuiteSettings(context_parallel_size=4, candidates=["bogus"])
-    twice = ["hierarchical:prefetch=2:routing=true", "hierarchical:routing=true:prefetch=2"]
-    with pytest.raises(ConfigError, match="is there already"):
-        SuiteSettings(context_parallel_size=4, candidates=twice)
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -57,6 +46,12 @@ def test_suite_section_checks_candidates() -> None:
         ({"candidates": ["hybrid:ulysses_degree=2:ulysses_degree=4"]}, "ulysses_degree is given twice"),
         ({"candidates": ["hybrid:ulysses_degree=3"]}, "must be a divisor of the 2 ranks: 1, 2 or null"),
         ({"candidates": ["ring:layout=round"]}, "layout is 'round'; valid: one of zigzag, contiguous, balanced"),
+        ({"candidates": 3}, "context_parallel_suite.candidates = 3: must be a list of texts or auto or null"),
+        ({"candidates": [3]}, "context_parallel_suite.candidates.0 = 3: must be a list of texts or auto or null"),
+        (
+            {"candidates": ["hierarchical:prefetch=2:routing=true", "hierarchical:routing=true:prefetch=2"]},
+            "it is there already",
+        ),
         ({"candidates": "auto"}, 'candidates = "auto": needs algorithm: auto; or name the algorithms'),
         (
             {"algorithm": "auto", "candidates": ["ring"]},

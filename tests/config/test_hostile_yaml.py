@@ -27,7 +27,9 @@ def bomb(levels: int, open_: str, item: str, close: str) -> str:
 @pytest.mark.parametrize("item", ["{1}", "k{0}: {1}"])
 def test_aliases_cannot_stand_for_billions_of_values(item: str) -> None:
     text = bomb(30, *("[", item, "]") if item == "{1}" else ("{", item, "}"))
-    with pytest.raises(ConfigError, match=r"f: not valid YAML: aliases \(\*name\) repeat [\d,]{30,} values"):
+    with pytest.raises(
+        ConfigError, match=r"f:\d+:\d+: not valid YAML: more than 30 aliases \(\*name\); write the values"
+    ):
         parse_settings(text, "f")
 
 

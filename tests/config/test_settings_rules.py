@@ -43,7 +43,10 @@ def test_the_suite_alone_and_inside_megatrons_yaml(tmp_path: Path) -> None:
             ":3: .* = 4",
         ),
         ("model_parallel: {context_parallel_size: 4}", "no section context_parallel_suite"),
-        ("algorithm: hierarchical\nfetch_peices: 1", "not one of its keys; did you mean fetch_pieces"),
+        (
+            "algorithm: hierarchical\nfetch_peices: 1",
+            "no section context_parallel_suite, and fetch_peices: unknown key; did you mean fetch_pieces",
+        ),
         ("context_parallel_suite: 3", "must be a section"),
         (
             "context_parallel_suite:\n  algorithm: auto\n  routing: false",

@@ -227,7 +227,7 @@ def corpora(generator: random.Random, folder: Path) -> None:
     path.write_bytes(mutations.content(generator, text) if generator.random() < 0.5 else text)
     corpus = open_corpus(path)
     check_learnable(corpus, str(path))
-    for document in range(len(corpus)):
+    for document in range(len(corpus.lengths)):
         corpus.tokens(document)
     next(PackedStream(corpus, 16, 0))
 

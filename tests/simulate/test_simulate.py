@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.published.timing import simulate_layers, simulate_step
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, simulate_plan
-from mindspeed_cp.cluster import ComputeCost, LayerCost, load_cluster
+from mindspeed_cp.cluster import Cluster, ComputeCost, LayerCost, load_cluster
 from mindspeed_cp.data.lengths import sample_batch
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.simulate import tile_work
@@ -20,7 +20,7 @@ NO_LINEAR = LayerCost(0.0, 4096)
 ROW = 32 * 256 * 2  # bytes of K and V of a token
 
 
-def only_links(name: str, ranks: int = 8) -> object:
+def only_links(name: str, ranks: int = 8) -> Cluster:
     """Devices that compute in no time."""
     return load_cluster(name).with_ranks(ranks).with_values(peak_flops=1e21, launch=0.0, posting=0.0)
 
@@ -213,3 +213,48 @@ def test_tiles_of_all_ranks_are_counted_in_passes_as_one_by_one(
     monkeypatch.setattr(tile_work, "WINDOW_TOKENS_PER_PASS", 2000)
     counted = tile_work.TileCounter(plan).work("forward").pairs
     assert counted == pytest.approx(plan.work() / attention.heads)
+
+
+# the timeline of a layer
+
+
+def test_one_rank_computes_and_waits_for_nothing() -> None:
+    cluster = load_cluster("a2").with_ranks(1)
+    made = simulate_plan(build_plan(Documents([5000, 300]), Topology(1, 1), MHA), cluster)
+    cost = ComputeCost(cluster, MHA)
+    pairs, rows = np.array([5000 * 5001 / 2, 300 * 301 / 2]), np.array([5000, 300])
+    expected = sum(float(cost.attention_seconds(pairs, rows, 0, back).sum()) for back in (False, True))
+    linear = sum(float(cost.linear_layer_seconds(5300, back)) for back in (False, True))
+    assert made.total == pytest.approx(expected + 2 * cluster.launch + linear)
+    assert made.waiting == pytest.approx([0.0], abs=1e-12)
+
+
+@pytest.mark.parametrize("name", ["a2", "a800"])
+def test_a_ring_that_only_transfers_takes_its_messages_one_after_the_other(name: str) -> None:
+    """Without compute, a full ring forward is (n - 1) hops of a block over one link."""
+    cluster = only_links(name)
+    made = simulate_plan(build_plan(Documents([8 * 4096]), Topology(1, 8), FULL, "ring"), cluster, NO_LINEAR)
+    hop = 4096 * ROW / cluster.effective_pair + cluster.in_node_latency
+    assert made.steps_forward[:, -1, 2].max() == pytest.approx(7 * hop, rel=0.01)
+
+
+def test_nics_are_shared_by_their_ranks() -> None:
+    """Two ranks of a node with one NIC take twice as long across as two with one each."""
+    plan = build_plan(Documents([4 * 4096]), Topology(2, 2), FULL, "all_gather")
+    own = only_links("a2", 2)
+    shared = own.with_values(nics_per_node=1)
+    for cluster, messages in ((own, 2), (shared, 4)):
+        actual = simulate_plan(plan, cluster, NO_LINEAR).steps_forward[:, -1, 2].max()
+        assert actual == pytest.approx(messages * 4096 * ROW / cluster.effective_nic, rel=0.01)
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "hybrid", "direct", "hierarchical"])
+def test_time_is_compute_linear_layers_and_waiting(algorithm: str) -> None:
+    documents = Documents(sample_batch("wikipedia", 8 * 4096, 3))
+    topology = Topology(2, 4, "a2")
+    plan = build_plan(documents, topology, MHA, algorithm)
+    made = simulate_plan(plan, load_cluster("a2").with_ranks(4))
+    assert made.waiting.min() >= -1e-9
+    assert made.total >= (made.compute + made.linear).max() - 1e-12
+    for turns in (made.steps_forward, made.steps_backward):
+        assert (np.diff(turns, axis=2) >= -1e-12).all() and (turns[:, 1:, 0] >= turns[:, :-1, 2] - 1e-12).all()

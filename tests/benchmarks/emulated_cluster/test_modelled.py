@@ -1,7 +1,5 @@
 """The backend that takes the modelled time of kernels."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -37,7 +35,7 @@ def test_a_document_on_one_rank_takes_its_modelled_time_forward_and_backward():
 
 @pytest.mark.parametrize("algorithm, options", [("ring", {}), ("direct", {"layout": "balanced"}), ("all_gather", {})])
 def test_no_pair_is_forgotten(algorithm, options):
-    no_overhead = replace(COST.cluster, tile_rows=0.0, launch=0.0)
+    no_overhead = COST.cluster.with_values(tile_rows=0.0, launch=0.0)
     backend = ModelledAttention(ComputeCost(no_overhead, REAL), 1.0, lambda _: None)
     lengths = [700, 31, 256, 37]
     plan = build_plan(Documents(lengths), Topology(2, 2), WIRE, algorithm, **options)

@@ -68,7 +68,3 @@ def _scalar(info: FieldInfo) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-if __name__ == "__main__":
-    print(reference_yaml(), end="")
