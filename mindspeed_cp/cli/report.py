@@ -16,19 +16,13 @@ def report(
         str | None,
         typer.Option(
             help="Cluster of the prediction: a preset (docs/simulate.md lists them) or a YAML file of calibrate. "
-            "Default: the run's context_parallel_suite.cluster, else a2.",
-            show_default=False,
+            "Default: the run's context_parallel_suite.cluster, else a2."
         ),
     ] = None,
-    steps: Annotated[
-        list[int] | None, typer.Option("--step", help="Only this step; may be repeated.", show_default=False)
-    ] = None,
+    steps: Annotated[list[int] | None, typer.Option("--step", help="Only this step; may be repeated.")] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(
-            help="Write the last of the steps as one Perfetto trace: all ranks, and one modelled layer.",
-            show_default=False,
-        ),
+        typer.Option(help="Write the last of the steps as one Perfetto trace: all ranks, and one modelled layer."),
     ] = None,
     as_json: AsJson = False,
 ) -> int:

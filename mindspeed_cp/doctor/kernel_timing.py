@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,16 +31,14 @@ class KernelSizes:
     """Sizes of the kernels.
 
     Attributes:
-        heads, kv_heads, head_dim: attention of one rank.
+        attention: attention of one rank; its mask is that of each tile.
         longest: rows of the largest tile.
         hidden_size: hidden size of the matrix products [tokens, hidden] x [hidden, hidden].
         dtype: type of all tensors.
         seconds: approximate duration of all measurements.
     """
 
-    heads: int
-    kv_heads: int
-    head_dim: int
+    attention: AttentionConfig
     longest: int
     hidden_size: int
     dtype: torch.dtype
@@ -115,13 +113,13 @@ def _powers(first: int, last: int) -> list[int]:
 
 def attention_call(device: torch.device, sizes: KernelSizes, queries: int, keys: int, mask: str) -> TimedCall:
     """Return the forward and backward of one tile as one call, since cluster models cover both together."""
-    config = AttentionConfig(sizes.heads, sizes.kv_heads, sizes.head_dim, mask=mask)
+    config = replace(sizes.attention, mask=mask)
     runner: Any = get_backend(device.type)
     runner.check(config, sizes.dtype)
     documents, key_documents = Documents([queries]), Documents([keys])
     tiles = tiles_between(_span(queries), _span(keys), documents, config, *([] if queries == keys else [key_documents]))
     pairs = int(count_pairs(tiles, config).sum())
-    heads, kv, dim = sizes.heads, sizes.kv_heads, sizes.head_dim
+    heads, kv, dim = config.heads, config.kv_heads, config.head_dim
 
     def random(*size: int) -> torch.Tensor:
         return torch.randn(size, dtype=torch.float32).to(sizes.dtype).to(device)
