@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from mindspeed_cp.algorithms import ALGORITHMS
 from mindspeed_cp.choose.candidates import Candidate, parse_candidate
@@ -40,8 +39,6 @@ context_parallel_suite: {{context_parallel_size: {ranks}, cluster: {cluster}}}
 
 DTYPES = ("bf16", "fp32")
 MAX_SIMULATED_RANKS = 4096  # timelines of more ranks take minutes
-MAX_BATCHES = 1000
-MAX_HEADS_OR_CHANNELS = 2**14
 MAX_SAMPLE_ROWS = 8  # default for the rows of a training's first global batch
 TOKENS_PER_RANK = 4096  # default for drawn batches
 LENGTH_SAMPLE = 4096  # documents of a distribution by which the number of documents in a batch is estimated
@@ -140,7 +137,7 @@ def read_case(options: SimulateOptions) -> tuple[SimulationCase, list[Candidate]
     settings = make_settings(file)
     topology = settings.context_parallel_suite.topology
     _check_devices(settings, topology)
-    batches, source = _batches(options, topology.ranks, None if options.config is None else settings)
+    batches, source = read_batches(options, topology.ranks, None if options.config is None else settings)
     attention, suite, sizes = rank_attention(settings), settings.context_parallel_suite, {}
     layer = layer_cost(file, settings, attention)
     if has_linear_part(file):
@@ -180,19 +177,10 @@ def balance_notes(settings: Settings, shown: str) -> list[str]:
 def _read_settings_file(options: SimulateOptions) -> SettingsFile:
     """Return the settings with the options; without a file a node of the cluster, and 8 key/value heads if they divide
     the heads."""
-    for option, value in (
-        ("--heads", options.heads),
-        ("--kv-heads", options.kv_heads),
-        ("--head-dim", options.head_dim),
-    ):
-        if value is not None and not 1 <= value <= MAX_HEADS_OR_CHANNELS:
-            raise ConfigError(f"{option} {value}: valid: a whole number from 1 to {MAX_HEADS_OR_CHANNELS:,}")
     cluster = load_cluster(DEFAULT_CLUSTER if options.cluster is None else options.cluster)  # refuses ""
     devices = cluster.ranks_per_node
     file = read_options(options, BUILT_IN.format(ranks=devices, cluster=DEFAULT_CLUSTER))
-    if options.config is None and 1 < (tensor_ranks := _tensor_ranks(file)) <= devices:  # they share the node
-        file = read_options(options, BUILT_IN.format(ranks=devices // tensor_ranks, cluster=DEFAULT_CLUSTER))
-    suite = file.data.get("context_parallel_suite")
+    suite = file.data.get(SUITE_SECTION)
     ranks = suite.get("context_parallel_size") if isinstance(suite, dict) else None
     if type(ranks) is int and ranks > MAX_SIMULATED_RANKS:
         given_nodes = "" if options.nodes is None else f"--nodes {options.nodes}: "
@@ -200,17 +188,14 @@ def _read_settings_file(options: SimulateOptions) -> SettingsFile:
             f"{given_nodes}{ranks:,} ranks; valid: at most {MAX_SIMULATED_RANKS:,}; a smaller system of the same kind "
             "shows the same"
         )
-    heads = file.data.get("model", {}).get("num_attention_heads") if options.config is None else None
-    if type(heads) is int and not heads % 8 and "model.num_query_groups" not in file.lines:
+    if options.config is not None:
+        return file
+    settings = make_settings(file)
+    if 1 < (tensor_ranks := settings.train.tensor_model_parallel_size) <= devices:  # they share the node
+        file = read_options(options, BUILT_IN.format(ranks=devices // tensor_ranks, cluster=DEFAULT_CLUSTER))
+    if not settings.model.num_attention_heads % 8 and "model.num_query_groups" not in file.lines:
         file = with_value(file, "model.num_query_groups", 8)
     return file
-
-
-def _tensor_ranks(file: SettingsFile) -> int:
-    """Return train.tensor_model_parallel_size of the settings, 1 if it is not given or no number."""
-    train = file.data.get("train")
-    ranks = train.get("tensor_model_parallel_size") if isinstance(train, dict) else None
-    return ranks if type(ranks) is int else 1
 
 
 def _check_devices(settings: Settings, topology: Topology) -> None:
@@ -225,17 +210,6 @@ def _check_devices(settings: Settings, topology: Topology) -> None:
             f"a node, a node needs {needed} devices, and one of {name} has {devices}; give --ranks-per-node "
             f"{max(1, devices // tensor_ranks)} and more --nodes"
         )
-
-
-def read_batch(config: Path | None, lengths: str | None, settings: Settings) -> Documents:
-    """Return one batch: drawn from the distribution `lengths`, or the first row of a training.
-
-    Raises:
-        ConfigError: there is no such distribution or corpus.
-    """
-    options = SimulateOptions(lengths=lengths, batches=1)
-    ranks = settings.context_parallel_suite.context_parallel_size
-    return _batches(options, ranks, None if config is None else settings)[0][0]
 
 
 def check_lengths_given(options: CaseOptions, file: SettingsFile) -> None:
@@ -298,11 +272,9 @@ def read_algorithms(text: str, own: Candidate | None = None) -> list[Candidate]:
     return algorithms
 
 
-def _batches(options: SimulateOptions, ranks: int, settings: Settings | None) -> tuple[tuple[Documents, ...], str]:
-    """Return the packed batches, and where they come from."""
+def read_batches(options: SimulateOptions, ranks: int, settings: Settings | None) -> tuple[tuple[Documents, ...], str]:
+    """Return the packed batches, and where they come from: --lengths, or the first rows of a training."""
     count, seed = options.batches or 1, options.seed or 0
-    if count > MAX_BATCHES:
-        raise ConfigError(f"--batches {count}: valid: 1 to {MAX_BATCHES}")
     if options.lengths is None:
         assert settings is not None
         return _rows(options, ranks, settings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -238,85 +239,57 @@ def _over_mean(values: np.ndarray) -> float:
     return float(values.max() / values.mean()) if values.any() else 1.0
 
 
-@dataclass(frozen=True)
-class ModelledTime:
-    """Modelled time of one layer, forward and backward, linear layers too.
-
-    Attributes:
-        cluster: name of the cluster.
-        remark: how the cluster differs from a named one; empty if it does not.
-        seconds: until the last rank is done; None: not simulated.
-        bound: seconds that no plan of the batch can beat; None: not simulated.
-        left_out: why the plan was not simulated; empty if it was.
-    """
-
-    cluster: str
-    remark: str = ""
-    seconds: float | None = None
-    bound: float | None = None
-    left_out: str = ""
-
-    @property
-    def fraction(self) -> float | None:
-        """The lower bound over the modelled time, as `mindspeed-cp simulate` has it; None: not simulated."""
-        return None if self.seconds is None or self.bound is None else self.bound / self.seconds
-
-    def rows(self) -> list[tuple[str, str]]:
-        """Return the rows of the table of the plan."""
-        rows = [("cluster", self.cluster + self.remark)]
-        if self.seconds is None or self.bound is None or self.fraction is None:
-            return [*rows, ("a layer, modelled", f"left out: {self.left_out}")]
-        digits = 2 if self.bound >= 1e-3 else 4
-        whole, bound = (f"{seconds * 1e3:,.{digits}f} ms" for seconds in (self.seconds, self.bound))
-        return [
-            *rows,
-            ("a layer, modelled", f"{whole}, forward and backward, linear layers too"),
-            ("... lower bound", f"{bound}, {100 * self.fraction:.1f} % of it"),
-        ]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the cluster and the times in seconds as JSON values."""
-        return {
-            "cluster": self.cluster,
-            "modelled": {
-                "cluster_remark": self.remark.strip(" ()") or None,
-                "seconds": self.seconds,
-                "bound": self.bound,
-                "fraction_of_bound": self.fraction,
-                "left_out": self.left_out or None,
-            },
-        }
-
-
-def modelled_time(plan: Plan, attention: AttentionConfig, layer: LayerCost, left_out: str = "") -> ModelledTime:
-    """Simulate a plan on the cluster of its topology.
+def modelled_time(plan: Plan, attention: AttentionConfig, layer: LayerCost, left_out: str = "") -> dict[str, Any]:
+    """Simulate a plan on the cluster of its topology: one layer, forward and backward, linear layers too.
 
     Args:
         plan: any plan.
         attention: attention for which it was built.
         layer: linear part of the layer.
         left_out: why it is not simulated, and the cluster is only named; empty: simulate it.
+
+    Returns:
+        JSON values: {"cluster": its name, "modelled": {"cluster_remark": how it differs from a named one, "seconds":
+        until the last rank is done, "bound": seconds that no plan of the batch can beat, "fraction_of_bound",
+        "left_out"}}; None: does not apply.
     """
-    topology, cluster, remark = plan.topology, cluster_of(plan.topology), ""
+    topology, cluster, remark = plan.topology, cluster_of(plan.topology), None
     if topology.cluster is None:
-        remark = " (no cluster is named)"
+        remark = "no cluster is named"
         if topology.ranks_per_node > load_cluster(cluster.name).ranks_per_node:
-            remark = f" (no cluster is named; nodes of {topology.ranks_per_node} ranks are imagined)"
+            remark += f"; nodes of {topology.ranks_per_node} ranks are imagined"
     if not left_out and not plan.documents.tokens:
         left_out = "the batch has no tokens"
-    if left_out:
-        return ModelledTime(cluster.name, remark, left_out=left_out)
-    seconds = simulate_plan(plan, cluster, layer).total
-    cost = ComputeCost(cluster, attention, layer)
-    bound = balanced_lower_bound(plan.documents, plan.ranks, cost, plan.kv_documents)
-    return ModelledTime(cluster.name, remark, seconds, bound)
+    seconds = bound = fraction = None
+    if not left_out:
+        seconds = simulate_plan(plan, cluster, layer).total
+        cost = ComputeCost(cluster, attention, layer)
+        bound = balanced_lower_bound(plan.documents, plan.ranks, cost, plan.kv_documents)
+        fraction = bound / seconds
+    modelled = {"cluster_remark": remark, "seconds": seconds, "bound": bound, "fraction_of_bound": fraction}
+    return {"cluster": cluster.name, "modelled": {**modelled, "left_out": left_out or None}}
 
 
-def plan_tables(summary: PlanSummary, time: ModelledTime | None = None) -> list[Table]:
-    """Return the tables of `mindspeed-cp plan`: the plan, with its modelled time if it is given, its parts, what ranks
-    hold and send, and their work step by step."""
+def modelled_rows(time: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the rows of :func:`modelled_time` in the table of a plan."""
+    modelled = time["modelled"]
+    rows = [("cluster", time["cluster"] + (f" ({modelled['cluster_remark']})" if modelled["cluster_remark"] else ""))]
+    if modelled["seconds"] is None:
+        return [*rows, ("a layer, modelled", f"left out: {modelled['left_out']}")]
+    digits = 2 if modelled["bound"] >= 1e-3 else 4
+    whole, bound = (f"{modelled[name] * 1e3:,.{digits}f} ms" for name in ("seconds", "bound"))
     return [
-        _plan_table(summary, time),
+        *rows,
+        ("a layer, modelled", f"{whole}, forward and backward, linear layers too"),
+        ("... lower bound", f"{bound}, {100 * modelled['fraction_of_bound']:.1f} % of it"),
+    ]
+
+
+def plan_tables(summary: PlanSummary, more: Sequence[tuple[str, str]] = ()) -> list[Table]:
+    """Return the tables of `mindspeed-cp plan`: the plan and `more` rows, its parts, what ranks hold and send, and their
+    work step by step."""
+    return [
+        _plan_table(summary, more),
         *([_part_table(summary)] if summary.parts else []),
         _rank_table(summary),
         _step_table(summary),
@@ -335,7 +308,7 @@ def _range(first: int, last: int) -> str:
     return str(first) if last == first + 1 else f"{first}-{last - 1}"
 
 
-def _plan_table(summary: PlanSummary, time: ModelledTime | None) -> Table:
+def _plan_table(summary: PlanSummary, more: Sequence[tuple[str, str]]) -> Table:
     attention, topology, sent = summary.plan.attention, summary.plan.topology, summary.traffic
     width = f"{attention.head_dim}" + (f"/{attention.head_dim_v}" * (attention.head_dim != attention.head_dim_v))
     element = "bf16" if summary.bytes_per_element == 2 else "fp32"
@@ -357,7 +330,7 @@ def _plan_table(summary: PlanSummary, time: ModelledTime | None) -> Table:
         ("imbalance of attention", f"{summary.imbalance:.3f} (slowest rank / mean)"),
         ("... if ranks wait at every step", f"{summary.step_imbalance:.3f}"),
         ("imbalance of tokens", f"{summary.token_imbalance:.3f}"),
-        *([] if time is None else time.rows()),
+        *more,
     ]
     if summary.kv_lengths is not summary.lengths:
         rows.insert(5, ("keys of the documents", format_lengths(summary.kv_lengths)))

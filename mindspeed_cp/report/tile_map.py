@@ -17,14 +17,13 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mindspeed_cp.layout import ragged_arange
 from mindspeed_cp.plan import Plan
-from mindspeed_cp.report.figure import drawn_text, new_figure, rank_colours, write_png
+from mindspeed_cp.report.files import drawn_text, new_figure, rank_colours
 from mindspeed_cp.report.plan import PlanSummary, describe_heads, summarize_plan
 from mindspeed_cp.report.text import describe_attention, format_count
 
@@ -38,22 +37,16 @@ MIN_RUN_PIXELS = 3.0  # squares are shaded if coloured runs are shorter on avera
 GREY, FRAME = 0.88, 0.6
 
 
-def draw_tile_map(plan: Plan, path: str | Path, summary: PlanSummary | None = None) -> Path:
-    """Write the picture of a plan's forward to a PNG file.
+def tile_map(plan: Plan, summary: PlanSummary | None = None) -> Figure:
+    """Return the picture of a plan's forward.
 
     Args:
         plan: any plan.
-        path: file to write, with the suffix .png.
         summary: `summarize_plan(plan)`, if it is at hand.
 
     Raises:
-        ConfigError: matplotlib is not installed, or the file cannot be written or has another suffix.
+        ConfigError: matplotlib is not installed.
     """
-    return write_png(tile_map(plan, summary), path)
-
-
-def tile_map(plan: Plan, summary: PlanSummary | None = None) -> Figure:
-    """Return the picture as a matplotlib figure."""
     summary = summary if summary is not None else summarize_plan(plan)
     ranks, steps = summary.work.shape
     side = max(MIN_SQUARE, min(MAX_SQUARE, MAX_WIDTH // max(steps, 1), MAX_HEIGHT // ranks) * 92 // 100)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,7 +27,7 @@ from mindspeed_cp.cluster import ComputeCost
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import Plan
 from mindspeed_cp.plan.program import DIRECTIONS
-from mindspeed_cp.report.figure import drawn_text, new_figure, write_png
+from mindspeed_cp.report.files import drawn_text, new_figure
 from mindspeed_cp.report.simulation import conclusion
 from mindspeed_cp.report.text import format_count
 from mindspeed_cp.simulate.timeline import Timeline, is_internode
@@ -56,22 +55,16 @@ TIMELINE_COLOURS = {
 }
 
 
-def draw_timelines(comparison: Comparison, path: str | Path, shown: Sequence[AlgorithmResult] | None = None) -> Path:
-    """Write the picture of a comparison to a PNG file.
+def comparison_figure(comparison: Comparison, shown: Sequence[AlgorithmResult] | None = None) -> Figure:
+    """Return the picture of a comparison.
 
     Args:
         comparison: simulated algorithms.
-        path: file to write, with the suffix .png.
         shown: algorithms whose timelines are drawn; default: the fastest and the even ring.
 
     Raises:
-        ConfigError: matplotlib is not installed, or the file cannot be written or has another suffix.
+        ConfigError: matplotlib is not installed.
     """
-    return write_png(comparison_figure(comparison, shown), path)
-
-
-def comparison_figure(comparison: Comparison, shown: Sequence[AlgorithmResult] | None = None) -> Figure:
-    """Return the picture of a comparison as a matplotlib figure."""
     drawn = list(dict.fromkeys((comparison.results[0], comparison.ring))) if shown is None else list(shown)
     ranks = [ranks_to_draw(result.timeline) for result in drawn]
     case = comparison.case

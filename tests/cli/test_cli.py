@@ -63,7 +63,7 @@ def test_plan_names_its_cluster_and_its_modelled_time(
     assert f"{100 * expected['fraction_of_bound']:.1f} % of it" in rows["... lower bound"]
     assert run(["plan", "--lengths", "700", "--ranks", "16"]) == 0
     assert "a2 (no cluster is named; nodes of 16 ranks are imagined)" in capsys.readouterr().out
-    monkeypatch.setattr("mindspeed_cp.cli.case.MAX_SIMULATED_RANKS", 3)
+    monkeypatch.setattr("mindspeed_cp.cli.plan.MAX_SIMULATED_RANKS", 3)
     assert run([*command, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["cluster"] == "a3" and told["modelled"]["seconds"] is None
@@ -342,7 +342,7 @@ def test_an_error_that_is_not_the_users_keeps_its_traceback(monkeypatch: pytest.
     def broken(*arguments: object) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr(cli_plan, "_make_settings", broken)
+    monkeypatch.setattr(cli_plan, "make_settings", broken)
     with pytest.raises(KeyError, match="a bug"):
         run(["plan", "--lengths", "5"])
 

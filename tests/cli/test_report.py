@@ -279,7 +279,7 @@ def test_no_torch_is_needed(folder: Path) -> None:
     import sys
 
     code = (
-        "import sys; from pathlib import Path; from mindspeed_cp.report import predicted_vs_measured as report; "
+        "import sys; from pathlib import Path; from mindspeed_cp.report import step_trace as report; "
         f"report.compare_with_prediction(Path({str(folder)!r}))"
     )
     subprocess.run([sys.executable, "-c", f"{code}; assert 'torch' not in sys.modules"], check=True)

@@ -114,11 +114,11 @@ def test_a_choice_says_why_in_three_lines_and_is_compared(capsys: pytest.Capture
 
 
 def test_a_choice_for_a_training_knows_the_sizes_of_its_model() -> None:
-    from mindspeed_cp.cli.simulate import _choose
+    from mindspeed_cp.cli.simulate import choose
 
     problem, wanted = read_case(SimulateOptions(config=ROOT / "configs" / "hierarchical.yaml", algorithms="ring"))
     assert problem.sizes["hidden_size"] == 128 and len(wanted) == 1
-    decision = _choose(problem, wanted)
+    decision = choose(problem, wanted)
     assert wanted[1].algorithm == decision.candidate.algorithm == "hierarchical"
     assert wanted[1].all_options(problem.sizes).items() >= problem.sizes.items()
 
@@ -258,10 +258,10 @@ def test_a_bad_line_of_a_lengths_file_is_named_by_its_number(
         (("--lengths", "700", "--ranks-per-node", "16"), ("'a2'", "8 ranks", "16 on a node")),
         (("--lengths", "700", "--nodes", "5000"), ("--nodes 5000", "40,000 ranks", "4,096")),
         (("--lengths", "wikipedia", "--tokens-per-rank", "99999999"), ("--tokens-per-rank 99999999", "33,554,432")),
-        (("--lengths", "wikipedia", "--batches", "1001"), ("--batches 1001", "1000")),
+        (("--lengths", "wikipedia", "--batches", "1001"), ("'--batches'", "1000")),
         (("--lengths", "700", "--nodes", "9" * 30), ("--nodes 999", "4,096")),
-        (("--lengths", "700", "--heads", "16385"), ("--heads 16385", "1 to 16,384")),
-        (("--lengths", "700", "--head-dim", "9" * 30), ("--head-dim 999", "1 to 16,384")),
+        (("--lengths", "700", "--heads", "16385"), ("'--heads'", "16384")),
+        (("--lengths", "700", "--head-dim", "9" * 30), ("'--head-dim'", "16384")),
         (
             ("--lengths", "700", "--heads", "7", "--head-dim", "64", "--kv-heads", "2"),
             ("--kv-heads: model.num_query_groups = 2: must divide", "7"),
@@ -321,7 +321,7 @@ def test_listed_documents_have_a_bound_in_number_and_size(
     monkeypatch.setattr(cli_lengths, "MAX_RING_CHUNKS", 3)
     (tmp_path / "a.txt").write_text("1\n2\n3\n4\n")
     assert "more than 3 documents" in failure(capsys, "--lengths", tmp_path / "a.txt")
-    monkeypatch.setattr(cli_lengths, "MAX_LENGTHS_BYTES", 7)
+    monkeypatch.setattr(cli_lengths, "MAX_FILE_BYTES", 7)
     assert "has 8 bytes; valid: at most 7" in failure(capsys, "--lengths", tmp_path / "a.txt")
 
 

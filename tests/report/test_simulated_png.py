@@ -15,11 +15,11 @@ from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, buil
 from mindspeed_cp.choose.candidates import Candidate
 from mindspeed_cp.choose.compare import Comparison, SimulationCase, compare_algorithms
 from mindspeed_cp.cluster import LayerCost, load_cluster
+from mindspeed_cp.report.files import write_png
 from mindspeed_cp.report.timelines import (
     TIMELINE_COLOURS,
     comparison_figure,
     describe_sharing,
-    draw_timelines,
     ranks_to_draw,
 )
 
@@ -116,8 +116,8 @@ def test_sharing_counts_documents_of_ranks_and_nodes() -> None:
 
 def test_the_picture_is_a_png_and_a_bad_place_is_one_line(tmp_path: Path) -> None:
     compared = comparison()
-    path = draw_timelines(compared, tmp_path / "out.png", [compared.ring])
+    path = write_png(comparison_figure(compared, [compared.ring]), tmp_path / "out.png")
     assert path.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match=r"--png .*: there is no folder"):
-        draw_timelines(compared, tmp_path / "none" / "out.png")
+        write_png(comparison_figure(compared), tmp_path / "none" / "out.png")
     assert [path.name for path in tmp_path.iterdir()] == ["out.png"]

@@ -12,8 +12,8 @@ from matplotlib.text import Text
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology, build_plan
 from mindspeed_cp.algorithms import ALGORITHMS
-from mindspeed_cp.report.figure import rank_colours
-from mindspeed_cp.report.tile_map import GREY, computed_squares, draw_tile_map, tile_map, visible
+from mindspeed_cp.report.files import rank_colours, write_png
+from mindspeed_cp.report.tile_map import GREY, computed_squares, tile_map, visible
 from tests.plan.parts import mixed_plan
 
 LENGTHS = [70, 3, 0, 410]
@@ -186,6 +186,6 @@ def test_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
         ("map.pdf", "valid"),
     ):
         with pytest.raises(ConfigError, match=says):
-            draw_tile_map(plan_of(ranks=2), tmp_path / name)
+            write_png(tile_map(plan_of(ranks=2)), tmp_path / name)
     assert [path.name for path in tmp_path.iterdir()] == ["folder.png"]
-    assert draw_tile_map(plan_of(ranks=2), tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+    assert write_png(tile_map(plan_of(ranks=2)), tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
