@@ -80,7 +80,7 @@ def _figure(
     meaning of the colours."""
     width = max(image.shape[1] / DPI + 3.0, 8.5)
     nodes = f" ({plan.topology.nodes} nodes)" if plan.topology.nodes > 1 else ""
-    title = f"{plan.algorithm}: {_describe_documents(summary)} over {plan.ranks} ranks{nodes}"
+    title = f"{plan.algorithm}: {_describe_documents(plan)} over {plan.ranks} ranks{nodes}"
     imbalance = f"attention work of the slowest rank / mean: {summary.imbalance:.3f}"
     titles = [
         *textwrap.wrap(drawn_text(title), int(width * 11)),
@@ -96,7 +96,7 @@ def _figure(
     axes.set_anchor("W")
     for spine in axes.spines.values():
         spine.set_visible(False)
-    shown_steps = range(0, summary.steps, -(-DPI // (2 * pitch)))
+    shown_steps = range(0, len(summary.labels), -(-DPI // (2 * pitch)))
     axes.set_xticks(
         [step * pitch + side / 2 for step in shown_steps], [f"step {summary.labels[i]}" for i in shown_steps]
     )
@@ -223,9 +223,9 @@ def _mean_run(owners: Sequence[np.ndarray]) -> float:
     return pixels / max(begins, 1)
 
 
-def _describe_documents(summary: PlanSummary) -> str:
+def _describe_documents(plan: Plan) -> str:
     """Return "3 documents (700, 30, 4,100 tokens)"; in cross-attention with the numbers of queries and keys."""
-    lengths, kv_lengths = summary.lengths, summary.kv_lengths
+    lengths, kv_lengths = plan.documents.lengths, plan.kv_documents.lengths
     is_crossed = kv_lengths is not lengths
     if 0 < len(lengths) <= 6:
         queries, keys = (", ".join(map(format_count, values)) for values in (lengths, kv_lengths))
@@ -240,8 +240,8 @@ def _describe_rank(plan: Plan, summary: PlanSummary, rank: int, is_long: bool) -
     name = f"rank {rank}" + (f" (node {rank // plan.topology.ranks_per_node})" if plan.topology.nodes > 1 else "")
     if not is_long:
         return name
-    tokens = f"{format_count(summary.tokens[rank])} tokens"
-    if summary.kv_lengths is not summary.lengths:
+    tokens = f"{format_count(plan.layout.token_counts[rank])} tokens"
+    if plan.kv_documents.lengths is not plan.documents.lengths:
         tokens = f"{tokens[:-7]} queries, {format_count(plan.kv_layout_in.token_counts[rank])} keys"
     spans = plan.layout.rank_spans(rank)
     whole = int((spans["stop"] - spans["start"] == plan.documents.lengths[spans["doc"]]).sum())
@@ -252,12 +252,11 @@ def _describe_rank(plan: Plan, summary: PlanSummary, rank: int, is_long: bool) -
 
 
 def _notes(plan: Plan, summary: PlanSummary, is_shaded: bool) -> list[str]:
-    after = ""
-    if any(part.kv_redistribution is not None for part in plan.parts_or_self):
-        after = " after the all-to-all"
+    moves_keys = any(part.kv_redistribution is not None for part in plan.parts_or_self)
+    moves = moves_keys or any(part.q_redistribution is not None for part in plan.parts_or_self)
     notes = [
         "Grey: what the mask lets queries see; colour: what this rank computes in this step. The colour is that of the "
-        f"rank that has these keys and values{after}.",
+        f"rank that has these keys and values{' after the all-to-all' * moves_keys}.",
         "A square is the attention matrix of the whole batch: queries downwards, keys to the right. All squares have "
         f"one scale: coloured area {'times heads ' * summary.splits_heads}is work.",
     ]
@@ -276,6 +275,6 @@ def _notes(plan: Plan, summary: PlanSummary, is_shaded: bool) -> list[str]:
     if summary.splits_heads:
         notes.append("Ranks that exchange tokens for heads (all-to-all before and after the steps) compute the same "
                      "tokens, each for its own heads.")  # fmt: skip
-    elif summary.has_redistribution:
+    elif moves:
         notes.append("Before and after the steps an all-to-all moves rows to where they are computed, and back.")
     return notes

@@ -24,7 +24,6 @@ import numpy as np
 from mindspeed_cp.choose.compare import AlgorithmResult, Comparison
 from mindspeed_cp.choose.lower_bounds import balanced_lower_bound
 from mindspeed_cp.cluster import ComputeCost
-from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import Plan
 from mindspeed_cp.plan.program import DIRECTIONS
 from mindspeed_cp.report.files import drawn_text, new_figure
@@ -84,22 +83,15 @@ def comparison_figure(comparison: Comparison, shown: Sequence[AlgorithmResult] |
     return axes[0].get_figure(root=True)  # type: ignore[return-value]
 
 
-def timeline_figure(timeline: Timeline, ranks: Sequence[int] | None = None) -> Figure:
-    """Return the picture of one simulated layer as a matplotlib figure.
-
-    Args:
-        timeline: result of :func:`mindspeed_cp.simulate_plan`.
-        ranks: ranks to draw; default: :func:`ranks_to_draw`.
-
-    Raises:
-        ConfigError: matplotlib is not installed, or `ranks` is empty or names a rank that does not exist.
-    """
-    shown = ranks_to_draw(timeline) if ranks is None else sorted(set(_checked(ranks, timeline.ranks)))
-    topology = timeline.plan.topology
+def timeline_figure(timeline: Timeline) -> Figure:
+    """Return the picture of one simulated layer."""
+    plan, shown = timeline.plan, ranks_to_draw(timeline)
+    topology, cost = plan.topology, ComputeCost(timeline.cluster, plan.attention, timeline.layer)
+    bound = balanced_lower_bound(plan.documents, plan.ranks, cost, plan.kv_documents)
     where = f"{topology.ranks} ranks ({topology.nodes} x {topology.ranks_per_node} of {timeline.cluster.name})"
     line = f"{where}. One layer, forward and backward, modelled: {timeline.total * 1e3:,.4g} ms"
     (axes,) = _panels([line], [len(shown)], topology.nodes > 1)
-    _draw_timeline(axes, timeline, timeline.plan.algorithm, shown, timeline.total, lower_bound(timeline))
+    _draw_timeline(axes, timeline, plan.algorithm, shown, timeline.total, bound)
     return axes.get_figure(root=True)  # type: ignore[return-value]
 
 
@@ -110,13 +102,6 @@ def ranks_to_draw(timeline: Timeline, limit: int = ROW_LIMIT) -> list[int]:
     chosen = {int(timeline.waiting.argmax()), int((timeline.compute + timeline.linear).argmax())}
     chosen.update(np.linspace(0, timeline.ranks - 1, limit - len(chosen)).round().astype(int).tolist())
     return sorted(chosen)
-
-
-def lower_bound(timeline: Timeline) -> float:
-    """Return the seconds that no plan of the same batch, ranks and layer can beat."""
-    plan = timeline.plan
-    cost = ComputeCost(timeline.cluster, plan.attention, timeline.layer)
-    return balanced_lower_bound(plan.documents, plan.ranks, cost, plan.kv_documents)
 
 
 def describe_sharing(plan: Plan) -> str:
@@ -253,13 +238,3 @@ def _boxes(
     boxes = PolyCollection(list(corners), facecolors=colour, linewidths=0)
     boxes.set_in_layout(False)  # inside the axes
     axes.add_collection(boxes, autolim=False)
-
-
-def _checked(ranks: Sequence[int], count: int) -> list[int]:
-    """Return the ranks. Raises ConfigError if there are none, or one does not exist."""
-    numbers = list(ranks)
-    wrong = [rank for rank in numbers if not isinstance(rank, (int, np.integer)) or not 0 <= rank < count]
-    if wrong or not numbers:
-        value = repr(wrong[0]) if wrong else "empty"
-        raise ConfigError(f"ranks to draw: is or contains {value}; valid: numbers from 0 to {count - 1}, or None")
-    return [int(rank) for rank in numbers]

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mindspeed_cp.plan.program import DIRECTIONS
-from mindspeed_cp.plan.tiles import count_pairs
-from mindspeed_cp.plan.transfers import KINDS, steps_of_parts
+from mindspeed_cp.plan.transfers import KINDS
 from mindspeed_cp.report.files import check_output_path, write_atomically
 from mindspeed_cp.report.timelines import ranks_to_draw
 from mindspeed_cp.simulate.timeline import MESSAGE_KIND_NAMES, Timeline, is_internode, wait_records
@@ -37,12 +36,6 @@ NANOSECONDS = 1e9
 #: Largest number of ranks, and of steps of all ranks in both directions, that are recorded; some ranks stand for the
 #: others.
 RECORDED_RANK_LIMIT, RECORDED_STEP_LIMIT = 64, 12_000
-
-#: Largest number of key spans of the recorded ranks, in both directions, beyond which their tiles are not counted.
-COUNTED_SPAN_LIMIT = 2**19
-
-#: Number of documents that an event lists, those with most work first.
-LISTED_DOCUMENTS = 4
 
 
 class TraceEvent(NamedTuple):
@@ -196,10 +189,7 @@ def _kernels(timeline: Timeline, direction: str, ranks: Sequence[int]) -> Iterat
     plan, edge = timeline.plan, timeline.edge_steps
     names = [f"{part}.{step}" if plan.parts else str(step) for part, step in plan.step_order(direction)]
     is_attention = timeline.is_attention(direction)
-    programs = [getattr(part, direction) for part in plan.parts_or_self]
-    spans = sum(int(program.contents["count"].sum()) for program in programs) * len(ranks) / timeline.ranks
     for rank in ranks:
-        work = _work_of_steps(timeline, direction, rank) if spans <= COUNTED_SPAN_LIMIT else {}
         for step, (start, computed, _) in enumerate(timeline.steps(direction)[rank].tolist()):
             details: dict[str, Any] = {"step": step}
             if computed <= start:
@@ -208,31 +198,11 @@ def _kernels(timeline: Timeline, direction: str, ranks: Sequence[int]) -> Iterat
                 details["tokens"] = int(plan.layout.token_counts[rank])
                 what, category = "projections", "linear"
             elif 0 <= step - edge < len(names):
-                details |= {"plan_step": names[step - edge], **work.get(step, {})}
+                details["plan_step"] = names[step - edge]
                 what, category = "attention", "attention"
             else:
                 what, category = "posts messages", "attention"
             yield TraceEvent(rank, "compute", f"{what} {direction}", start, computed - start, category, details)
-
-
-def _work_of_steps(timeline: Timeline, direction: str, rank: int) -> dict[int, dict[str, Any]]:
-    """Return the number of tiles, pairs and documents of each step of a rank in which it computes attention."""
-    plan, work = timeline.plan, {}
-    for part, steps in zip(plan.parts_or_self, steps_of_parts(plan, direction), strict=True):
-        tiles = getattr(part, direction).tiles(rank)
-        pairs, heads = count_pairs(tiles, plan.attention), part.q_layout_compute.head_counts(plan.attention.heads)[rank]
-        for step in np.unique(tiles["step"]).tolist():
-            chosen = tiles["step"] == step
-            by_document = np.bincount(tiles["doc"][chosen], pairs[chosen])
-            largest = np.argsort(-by_document, kind="stable")[:LISTED_DOCUMENTS]
-            work[int(steps[step])] = {
-                "tiles": int(chosen.sum()),
-                "pairs": int(pairs[chosen].sum()),
-                "heads": int(heads),
-                "documents_in_all": int(np.count_nonzero(by_document)),
-                "documents": largest[by_document[largest] > 0].tolist(),
-            }
-    return work
 
 
 def _waits(timeline: Timeline, direction: str, ranks: Sequence[int]) -> Iterator[TraceEvent]:

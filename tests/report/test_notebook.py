@@ -10,7 +10,7 @@ from html import unescape
 
 import pytest
 
-from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, build_plan
+from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
 from mindspeed_cp.algorithms import ALGORITHMS
 from mindspeed_cp.choose import Candidate, SimulationCase, compare_algorithms
 from mindspeed_cp.choose.compare import Comparison
@@ -53,14 +53,6 @@ def test_ranks_without_rows_many_ranks_and_hostile_names() -> None:
     assert "<script>" not in show(hostile).html and "&lt;script&gt;" in show(hostile).html
 
 
-def test_a_simulation_shows_its_times() -> None:
-    timeline = simulate_plan(build_plan(DOCUMENTS, Topology(2, 2), ATTENTION, "ring"), load_cluster("a2"))
-    text = show(timeline).html
-    assert ["algorithm", "ring"] in lines_of(text)
-    assert f"{timeline.total * 1e3:,.4g} ms" in text and "modelled, not measured" in text
-    assert f"{timeline.imbalance:.3f}" in text
-
-
 def test_a_comparison_shows_its_conclusion_and_its_tables() -> None:
     compared = comparison()
     lines = lines_of(show(compared).html)
@@ -68,16 +60,11 @@ def test_a_comparison_shows_its_conclusion_and_its_tables() -> None:
     assert {"ring", "direct"} <= {line[0] for line in lines} and conclusion(compared) in words
 
 
-def test_pictures_are_png_files_and_ranks_are_those_of_a_simulation() -> None:
+def test_pictures_are_png_files() -> None:
     plan = build_plan(DOCUMENTS, Topology(2, 2), ATTENTION, "hierarchical")
     timeline = simulate_plan(plan, load_cluster("a2"))
-    for picture in (draw(plan), draw(timeline), draw(timeline, ranks=[3, 0]), draw(comparison())):
+    for picture in (draw(plan), draw(timeline), draw(comparison())):
         assert picture._repr_png_().startswith(b"\x89PNG") and picture.figure.axes
-    for ranks, value in (([4], "4"), ([], "empty")):
-        with pytest.raises(ConfigError, match=f"ranks to draw: is or contains {value}; valid: numbers from 0 to 3"):
-            draw(timeline, ranks=ranks)
-    with pytest.raises(ConfigError, match=r"ranks to draw: is \[0\] for a Plan; valid: None"):
-        draw(plan, ranks=[0])
 
 
 def test_drawing_tools_are_imported_when_something_is_drawn() -> None:

@@ -24,13 +24,10 @@ def test_numbers_are_those_of_the_plan(ranks: int, algorithm: str) -> None:
     lengths = [500, 37, 0, 3, 121]
     plan = plan_of(lengths, ranks, algorithm=algorithm)
     summary = summarize_plan(plan, bytes_per_element=4)
-    assert summary.tokens.sum() == sum(lengths)
     assert (summary.work == plan.work()).all()
     assert summary.work.sum() == 4 * sum(n * (n + 1) // 2 for n in lengths)
     programs = [part_plan.forward for part_plan in plan.parts_or_self]
     assert summary.tiles.sum() == sum(len(program.tiles(rank)) for program in programs for rank in range(ranks))
-    rows = sum(program.fetch.items["rows"].sum() for program in programs)
-    assert summary.sent.sum() == summary.received.sum() == rows
     assert summary.imbalance >= 1 and summary.step_imbalance >= summary.imbalance - 1e-12
     sent = traffic(plan, 4)
     assert (summary.sent_forward + summary.sent_backward == sent["total"]).all()
@@ -81,10 +78,8 @@ def test_an_empty_batch_has_tables_too() -> None:
 
 def test_tables_have_a_row_for_each_rank_or_the_extremes() -> None:
     for ranks, rows in ((5, 5), (TABLE_RANK_LIMIT + 4, 8)):
-        _, holdings, work = plan_tables(summarize_plan(plan_of([4000, 99], ranks)))
-        for table in (holdings, work):
-            assert len(table.rows) == rows and all(len(row) == len(table.columns) for row in table.rows)
-        assert len(work.columns) <= 20
+        _, table = plan_tables(summarize_plan(plan_of([4000, 99], ranks)))
+        assert len(table.rows) == rows and all(len(row) == len(table.columns) for row in table.rows)
 
 
 def test_counts_read_well() -> None:
@@ -99,22 +94,18 @@ def test_counts_read_well() -> None:
 def test_tables_have_parts_and_their_sums() -> None:
     plan = mixed_plan(Documents([129, 63, 40, 50, 0, 12]), 4, AttentionConfig(4, 2, 16))
     summary = summarize_plan(plan, 4)
-    assert summary.steps == len(plan.forward_order) and (summary.work == plan.work()).all()
+    assert len(summary.labels) == len(plan.forward_order) and (summary.work == plan.work()).all()
     assert [part.plan.algorithm for part in summary.parts] == ["direct", "head_split", "head_split"]
-    for name in ("sent", "received", "reduced", "slots"):
-        assert (getattr(summary, name) == sum(getattr(part, name) for part in summary.parts)).all()
     assert (summary.sent_forward + summary.sent_backward == traffic(plan, 4)["total"]).all()
     assert (summary.buffers[:, 1] == peak_bytes(plan, "backward", 4)["total"]).all()
-    assert summary.labels[:4] == ("0.0", "1.0", "2.0", "0.1") and summary.splits_heads and summary.has_redistribution
-    tables = {table.title.split()[0]: table for table in plan_tables(summary)}
-    (parts,) = (table for title, table in tables.items() if title == "Parts")
+    assert summary.labels[:4] == ("0.0", "1.0", "2.0", "0.1") and summary.splits_heads
+    (parts,) = (table for table in plan_tables(summary) if table.title.startswith("Parts"))
     assert [row[1:4] for row in parts.rows] == [
         ("direct", "2", "179"),
         ("head_split", "1", "63"),
         ("head_split", "2", "52"),
     ]
     assert [row[5] for row in parts.rows] == ["all", "split", "split"]
-    assert tables["Work"].columns[1:5] == ("step 0.0", "step 1.0", "step 2.0", "step 0.1")
     told = summary.as_dict()
     assert told["step_labels"] == list(summary.labels) and [part["tokens"] for part in told["parts"]] == [179, 63, 52]
     assert "parts" not in summarize_plan(plan.parts[0]).as_dict()
