@@ -4,17 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
+
 from mindspeed_cp.algorithms import ALGORITHMS
 from mindspeed_cp.choose.candidates import Candidate, parse_candidate
 from mindspeed_cp.choose.compare import SimulationCase
-from mindspeed_cp.cli.lengths import (
-    MAX_SIMULATED_TOKENS,
-    SHOWN,
-    VALID_LENGTHS,
-    check_size,
-    draw_batches,
-    read_lengths,
-)
+from mindspeed_cp.cli.lengths import SHOWN, VALID_LENGTHS, draw_batches, read_lengths, simulation_limit
 from mindspeed_cp.cli.options import CaseOptions, SimulateOptions
 from mindspeed_cp.cluster import LayerCost, load_cluster
 from mindspeed_cp.cluster.cluster import DEFAULT_CLUSTER, cluster_of
@@ -38,7 +33,6 @@ context_parallel_suite: {{context_parallel_size: {ranks}, cluster: {cluster}}}
 """
 
 DTYPES = ("bf16", "fp32")
-MAX_SIMULATED_RANKS = 4096  # timelines of more ranks take minutes
 MAX_SAMPLE_ROWS = 8  # default for the rows of a training's first global batch
 TOKENS_PER_RANK = 4096  # default for drawn batches
 LENGTH_SAMPLE = 4096  # documents of a distribution by which the number of documents in a batch is estimated
@@ -180,14 +174,6 @@ def _read_settings_file(options: SimulateOptions) -> SettingsFile:
     cluster = load_cluster(DEFAULT_CLUSTER if options.cluster is None else options.cluster)  # refuses ""
     devices = cluster.ranks_per_node
     file = read_options(options, BUILT_IN.format(ranks=devices, cluster=DEFAULT_CLUSTER))
-    suite = file.data.get(SUITE_SECTION)
-    ranks = suite.get("context_parallel_size") if isinstance(suite, dict) else None
-    if type(ranks) is int and ranks > MAX_SIMULATED_RANKS:
-        given_nodes = "" if options.nodes is None else f"--nodes {options.nodes}: "
-        raise ConfigError(
-            f"{given_nodes}{ranks:,} ranks; valid: at most {MAX_SIMULATED_RANKS:,}; a smaller system of the same kind "
-            "shows the same"
-        )
     if options.config is not None:
         return file
     settings = make_settings(file)
@@ -280,24 +266,25 @@ def read_batches(options: SimulateOptions, ranks: int, settings: Settings | None
         return _rows(options, ranks, settings)
     listed = read_lengths(options.lengths)
     drawing = any(value is not None for value in (options.tokens_per_rank, options.batches, options.seed))
+    text = shortened(options.lengths, SHOWN)
     if listed is not None and not drawing:
-        check_size(options.lengths, listed, ranks)
-        return (Documents(listed),), f"the documents of --lengths {shortened(options.lengths, SHOWN)}"
+        _check_size(f"--lengths {text}", listed, ranks)
+        return (Documents(listed),), f"the documents of --lengths {text}"
     if settings is not None and options.tokens_per_rank is None:
         tokens, source = settings.data.seq_length, "data.seq_length"
     else:
         tokens_per_rank = TOKENS_PER_RANK if options.tokens_per_rank is None else options.tokens_per_rank
         tokens, source = ranks * tokens_per_rank, f"--tokens-per-rank {tokens_per_rank}"
-    if tokens > MAX_SIMULATED_TOKENS:
-        raise ConfigError(
-            f"{source}: {tokens:,} tokens over {ranks:,} ranks; valid: at most {MAX_SIMULATED_TOKENS:,} in a batch, "
-            f"which is {MAX_SIMULATED_TOKENS // ranks:,} for a rank"
-        )
     sample = sample_lengths(options.lengths, LENGTH_SAMPLE) if listed is None else listed[listed > 0]
-    check_size(options.lengths, sample, ranks, tokens)
-    text = shortened(options.lengths, SHOWN)
+    _check_size(f"--lengths {text}, {source}", sample, ranks, tokens)
     drawn = f"{count} batch{'es' * (count > 1)} of {tokens:,} tokens drawn from {text}, seed {seed}"
     return draw_batches(options.lengths, tokens, count, seed), drawn
+
+
+def _check_size(given: str, lengths: np.ndarray, ranks: int, tokens: int | None = None) -> None:
+    reason = simulation_limit(lengths, ranks, tokens)
+    if reason:
+        raise ConfigError(f"{given} over {ranks:,} ranks: {reason}; give fewer or shorter documents, or fewer ranks")
 
 
 def _rows(options: SimulateOptions, ranks: int, settings: Settings) -> tuple[tuple[Documents, ...], str]:
@@ -314,6 +301,7 @@ def _rows(options: SimulateOptions, ranks: int, settings: Settings) -> tuple[tup
     batch_size = settings.train.global_batch_size
     count = min(batch_size, MAX_SAMPLE_ROWS) if options.batches is None else options.batches
     rows = tuple(first_rows(settings, count))
+    _check_size("the rows of the training", rows[0].lengths, ranks)
     noun = "row" if count == 1 else "rows"
     number = f"{count} {noun}, from the first of the {batch_size}"
     if count == batch_size:

@@ -30,8 +30,7 @@ def convert(
         ),
     ] = None,
     output: Annotated[
-        Path | None,
-        typer.Option(help="Write the settings to this file. Default: to the standard output."),
+        Path | None, typer.Option(help="Write the settings to this file. Default: to the standard output.")
     ] = None,
     env: Annotated[
         list[str] | None,
@@ -41,8 +40,7 @@ def convert(
         ),
     ] = None,
     command: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of the training, if the script starts several."),
+        int | None, typer.Option(min=1, help="Number of the training, if the script starts several.")
     ] = None,
     overrides: Annotated[
         list[str] | None,

@@ -21,6 +21,7 @@ from mindspeed_cp.schema.messages import closest_names, did_you_mean
 VALID_LENGTHS = "a set, a file with one length on a line, or lengths such as 700,30,4100"
 
 # Larger batches take minutes and GiB in the simulation of the even ring alone.
+MAX_SIMULATED_RANKS = 4096
 MAX_SIMULATED_TOKENS = 2**28  # of a batch
 MAX_RING_CHUNKS = 2**24  # chunks of documents over all ranks; also the most documents of a list
 
@@ -54,29 +55,24 @@ def draw_batches(text: str, tokens: int, count: int, seed: int) -> tuple[Documen
     return tuple(Documents(sample_batch(source, tokens, seed + i)) for i in range(count))
 
 
-def check_size(text: str, lengths: np.ndarray, ranks: int, tokens: int | None = None) -> None:
-    """Raise ConfigError if there are too many documents to simulate.
+def simulation_limit(lengths: np.ndarray, ranks: int, tokens: int | None = None) -> str:
+    """Return why documents over ranks are too large to simulate; empty if they are not.
 
     Args:
-        text: value of --lengths.
         lengths: the documents, or a sample of the documents to draw.
         ranks: ranks; the even ring cuts each document into two chunks per rank.
         tokens: tokens of the batch to draw; None if `lengths` is the batch.
     """
     total = int(lengths.sum())
-    if tokens is None and total > MAX_SIMULATED_TOKENS:
-        raise ConfigError(
-            f"--lengths {_shown(text)}: {total:,} tokens; valid: at most {MAX_SIMULATED_TOKENS:,} in a batch; give "
-            "fewer documents, or draw from them with --tokens-per-rank"
-        )
     scale = 1.0 if tokens is None else tokens / max(1, total)
-    chunks = int(np.clip(lengths, 1, 2 * ranks).sum() * scale)
-    if chunks > MAX_RING_CHUNKS:
-        raise ConfigError(
-            f"--lengths {_shown(text)}: {int(len(lengths) * scale):,} documents over {ranks:,} ranks are {chunks:,} "
-            f"chunks for the even ring; valid: at most {MAX_RING_CHUNKS:,}; give fewer documents, fewer ranks, or less "
-            "with --tokens-per-rank"
-        )
+    for number, limit, what in (
+        (ranks, MAX_SIMULATED_RANKS, "ranks"),
+        (total if tokens is None else tokens, MAX_SIMULATED_TOKENS, "tokens"),
+        (int(np.clip(lengths, 1, 2 * ranks).sum() * scale), MAX_RING_CHUNKS, "chunks of documents for the even ring"),
+    ):
+        if number > limit:
+            return f"{number:,} {what}, and at most {limit:,} are simulated"
+    return ""
 
 
 def plan_bytes(documents: Documents, ranks: int, algorithm: str) -> float:

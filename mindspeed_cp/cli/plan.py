@@ -9,7 +9,6 @@ from typing import Any
 
 from mindspeed_cp.algorithms import AUTO, build_plan
 from mindspeed_cp.cli.case import (
-    MAX_SIMULATED_RANKS,
     balance_notes,
     check_lengths_given,
     has_linear_part,
@@ -17,14 +16,7 @@ from mindspeed_cp.cli.case import (
     read_batches,
     read_options,
 )
-from mindspeed_cp.cli.lengths import (
-    MAX_RING_CHUNKS,
-    MAX_SIMULATED_TOKENS,
-    check_memory,
-    read_lengths,
-    read_numbers,
-    read_trees,
-)
+from mindspeed_cp.cli.lengths import check_memory, read_lengths, read_numbers, read_trees, simulation_limit
 from mindspeed_cp.cli.options import PlanOptions, SimulateOptions
 from mindspeed_cp.config import Settings
 from mindspeed_cp.config.derived import rank_attention
@@ -63,7 +55,8 @@ def run(options: PlanOptions) -> int:
     check_memory(documents if keys is None else keys, suite.topology.ranks, suite.algorithm)
     plan_options = settings.plan_options if has_linear_part(file) else suite.options
     plan = build_plan(documents, suite.topology, attention, suite.algorithm, kv_documents=keys, **plan_options)
-    modelled = modelled_time(plan, attention, layer_cost(file, settings, attention), _too_large(plan))
+    layer = layer_cost(file, settings, attention)
+    modelled = modelled_time(plan, attention, layer, simulation_limit(plan.documents.lengths, plan.ranks))
     notes = [*plan_notes(plan, plan_options), *balance_notes(settings, "shown is the plan of one replica's row")]
     if options.verify:
         verify_plan(plan)
@@ -112,19 +105,6 @@ def _settings_and_documents(options: PlanOptions, file: SettingsFile) -> tuple[S
         batches, _ = read_batches(drawn, suite.context_parallel_size, None if options.config is None else settings)
         given = batches[0]
     return settings, given
-
-
-def _too_large(plan: Plan) -> str:
-    """Return why a plan is not simulated, by the limits of `mindspeed-cp simulate`; empty if it is."""
-    chunks = int(plan.documents.lengths.clip(1, 2 * plan.ranks).sum())
-    for number, limit, what in (
-        (plan.ranks, MAX_SIMULATED_RANKS, "ranks"),
-        (plan.documents.tokens, MAX_SIMULATED_TOKENS, "tokens"),
-        (chunks, MAX_RING_CHUNKS, "chunks of documents"),
-    ):
-        if number > limit:
-            return f"{number:,} {what}, and at most {limit:,} are simulated"
-    return ""
 
 
 def plan_notes(plan: Plan, options: Mapping[str, Any]) -> list[str]:

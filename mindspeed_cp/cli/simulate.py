@@ -62,12 +62,7 @@ def choose(case: SimulationCase, candidates: list[Candidate]) -> Decision:
     if case.sharing != "fair":
         raise ConfigError(f"--choose: auto chooses with --sharing fair, not {case.sharing}; leave one of them out")
     decision = choose_algorithm(
-        case.batches[:SAMPLE_ROWS],
-        case.topology,
-        case.attention,
-        case.cluster,
-        case.layer,
-        options=dict(case.sizes),
+        case.batches[:SAMPLE_ROWS], case.topology, case.attention, case.cluster, case.layer, options=dict(case.sizes)
     )
     candidates.append(decision.candidate)
     return decision

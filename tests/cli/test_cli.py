@@ -63,7 +63,7 @@ def test_plan_names_its_cluster_and_its_modelled_time(
     assert f"{100 * expected['fraction_of_bound']:.1f} % of it" in rows["... lower bound"]
     assert run(["plan", "--lengths", "700", "--ranks", "16"]) == 0
     assert "a2 (no cluster is named; nodes of 16 ranks are imagined)" in capsys.readouterr().out
-    monkeypatch.setattr("mindspeed_cp.cli.plan.MAX_SIMULATED_RANKS", 3)
+    monkeypatch.setattr("mindspeed_cp.cli.lengths.MAX_SIMULATED_RANKS", 3)
     assert run([*command, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["cluster"] == "a3" and told["modelled"]["seconds"] is None
