@@ -21,7 +21,6 @@ import numpy as np
 from mindspeed_cp.plan.program import DIRECTIONS
 from mindspeed_cp.plan.transfers import KINDS
 from mindspeed_cp.report.files import check_output_path, write_atomically
-from mindspeed_cp.report.timelines import ranks_to_draw
 from mindspeed_cp.simulate.timeline import MESSAGE_KIND_NAMES, Timeline, is_internode, wait_records
 
 #: Threads of a rank from top to bottom; other threads come below.
@@ -167,13 +166,6 @@ def timeline_recording(timeline: Timeline, name: str) -> Recording:
     """
     steps = timeline.steps_forward.shape[1] + timeline.steps_backward.shape[1]
     shown = ranks_to_draw(timeline, min(RECORDED_RANK_LIMIT, max(4, RECORDED_STEP_LIMIT // steps)))
-    events: list[TraceEvent] = []
-    for direction in DIRECTIONS:
-        events += _kernels(timeline, direction, shown)
-        events += _waits(timeline, direction, shown)
-        for thread, end in (("send", "src"), ("receive", "dst")):
-            events += _messages(timeline, direction, shown, thread, end)
-    events += _rest(timeline, shown)
     metadata = {
         "modelled": True,
         "layer_seconds": timeline.total,
@@ -181,7 +173,26 @@ def timeline_recording(timeline: Timeline, name: str) -> Recording:
         "ranks_shown": len(shown),
         "cluster": timeline.cluster.name,
     }
-    return Recording(name, events, metadata)
+    return Recording(name, list(timeline_events(timeline, shown)), metadata)
+
+
+def ranks_to_draw(timeline: Timeline, limit: int) -> list[int]:
+    """Return the ranks to draw: all; of too many the busiest, the one that waits longest, and others evenly spaced."""
+    if timeline.ranks <= limit:
+        return list(range(timeline.ranks))
+    chosen = {int(timeline.waiting.argmax()), int((timeline.compute + timeline.linear).argmax())}
+    chosen.update(np.linspace(0, timeline.ranks - 1, limit - len(chosen)).round().astype(int).tolist())
+    return sorted(chosen)
+
+
+def timeline_events(timeline: Timeline, ranks: Sequence[int]) -> Iterator[TraceEvent]:
+    """Yield what some ranks of a simulated layer compute, send and receive, and what they wait for."""
+    for direction in DIRECTIONS:
+        yield from _kernels(timeline, direction, ranks)
+        yield from _waits(timeline, direction, ranks)
+        for thread, end in (("send", "src"), ("receive", "dst")):
+            yield from _messages(timeline, direction, ranks, thread, end)
+    yield from _rest(timeline, ranks)
 
 
 def _kernels(timeline: Timeline, direction: str, ranks: Sequence[int]) -> Iterator[TraceEvent]:

@@ -17,11 +17,12 @@ from mindspeed_cp.choose.compare import Comparison, SimulationCase, compare_algo
 from mindspeed_cp.cluster import LayerCost, load_cluster
 from mindspeed_cp.report.files import write_png
 from mindspeed_cp.report.timelines import (
+    ROW_LIMIT,
     TIMELINE_COLOURS,
     comparison_figure,
     describe_sharing,
-    ranks_to_draw,
 )
+from mindspeed_cp.report.trace_events import ranks_to_draw
 
 
 def comparison(nodes: int = 2, per: int = 4, batches: int = 1, window: tuple[int, int] | None = None) -> Comparison:
@@ -78,7 +79,7 @@ def test_timelines_have_one_scale_and_few_rows() -> None:
     longest = max(result.timeline.total for result in (compared.results[0], compared.ring))
     assert len(panels) == 2 and {panel.get_xlim()[1] for panel in panels} == {longest * 1e3}
     timeline = compared.ring.timeline
-    ranks = ranks_to_draw(timeline)
+    ranks = ranks_to_draw(timeline, ROW_LIMIT)
     assert len(ranks) <= 8 and int(timeline.waiting.argmax()) in ranks
     assert [label.get_text().split(",")[0] for label in panels[1].get_yticklabels()] == [f"rank {r}" for r in ranks]
 

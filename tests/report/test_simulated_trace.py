@@ -16,11 +16,11 @@ from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, buil
 from mindspeed_cp.algorithms import ALGORITHMS
 from mindspeed_cp.cluster import load_cluster
 from mindspeed_cp.report import trace_events as recorded
-from mindspeed_cp.report.timelines import ranks_to_draw
 from mindspeed_cp.report.trace_events import (
     PROCESS_STRIDE,
     Recording,
     TraceEvent,
+    ranks_to_draw,
     timeline_recording,
     trace_events,
     write_trace,
