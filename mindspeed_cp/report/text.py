@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.table import Table as RichTable
 
 _COLUMN_GAP = 3  # spaces between columns
-_UNLIMITED_WIDTH, _HTML_WIDTH = 400, 120
+_UNLIMITED_WIDTH, _HTML_WIDTH = 400, 160
 
 
 @dataclass(frozen=True)
@@ -130,12 +130,15 @@ def print_tables(tables: Iterable[Table], file: TextIO | None = None) -> None:
 def html_of_tables(tables: Iterable[Table], sentence: str = "") -> str:
     """Return tables one below the other as HTML without scripts and style sheets, below a sentence."""
     from rich.console import Console
+    from rich.jupyter import JUPYTER_HTML_FORMAT
 
-    console = Console(file=StringIO(), markup=False, highlight=False, emoji=False, width=_HTML_WIDTH, record=True)
+    console = Console(
+        file=StringIO(), markup=False, highlight=False, emoji=False, width=_HTML_WIDTH, record=True, force_jupyter=False
+    )
     if sentence:
         console.print(sentence)
     _print_to(console, tables)
-    return console.export_html(inline_styles=True, code_format='<pre style="line-height:1.2">{code}</pre>')
+    return console.export_html(inline_styles=True, code_format=JUPYTER_HTML_FORMAT)
 
 
 def _print_to(console: Console, tables: Iterable[Table]) -> None:
