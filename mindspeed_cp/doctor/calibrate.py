@@ -45,20 +45,7 @@ BAD_FIT_ERROR = 0.15
 
 @dataclass(frozen=True)
 class CalibrationRequest:
-    """The arguments of the command.
-
-    Attributes:
-        out: file of the preset.
-        overwrite: True to replace an existing file.
-        device: "auto" or a key of MAX_TILE_ROWS.
-        nproc: local ranks to start for measuring links; 1: none; None: all devices, or 2 on a CPU.
-        base: preset for the values that are not measured.
-        name: name of the preset; None: that of the file.
-        peak_flops: peak of one device in FLOP/s; None: that of the base, or the highest measured rate.
-        heads, kv_heads, head_dim, dtype: attention that is timed.
-        longest: rows of the largest tile.
-        seconds: approximate time for the kernels.
-    """
+    """The options of the command, by their names (`mindspeed_cp/cli/calibrate.py`); None: not given."""
 
     out: Path
     overwrite: bool

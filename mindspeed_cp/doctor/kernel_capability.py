@@ -20,13 +20,10 @@ from torch import Tensor
 
 from mindspeed_cp.device.npu_profile import (
     DEFAULTS,
-    VARIANTS,
     Condition,
-    Need,
     NpuIdentity,
     NpuProfile,
     ProfileRow,
-    choose_variants,
     read_profile,
 )
 from mindspeed_cp.doctor.guarded import Failure, GuardedCall
@@ -248,23 +245,6 @@ def profile_row(case: CapabilityCase, dtype: str, result: dict[str, Any] | Failu
 def make_profile(rows: Sequence[ProfileRow], identity: NpuIdentity) -> NpuProfile:
     """Return the profile of rows and of the device that they were measured on."""
     return NpuProfile(format=2, rows=list(rows), **vars(identity))
-
-
-def taken_by_profile(profile: NpuProfile) -> tuple[tuple[str, ...], ...]:
-    """Return a row for each type, with and without ALiBi: the variants of heads of 128 with windows, eight query heads
-    for a key head; or why there are none."""
-    rows = []
-    for dtype in dict.fromkeys(row.dtype for row in profile.rows):
-        for alibi in (False, True):
-            need = Need(dtype, alibi, window=True, widths=(128, 128), group=8, deterministic=False)
-            name = f"{dtype}, ALiBi" if alibi else dtype
-            try:
-                chosen = choose_variants(profile, "FILE", need, {})
-            except ConfigError:
-                rows.append((name, "none passed", *("-" for _ in list(VARIANTS)[1:])))
-                continue
-            rows.append((name, *(chosen[option] if option != "alibi" or alibi else "-" for option in VARIANTS)))
-    return tuple(rows)
 
 
 def check_profile_path(path: Path) -> None:

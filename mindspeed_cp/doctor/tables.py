@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mindspeed_cp.device.npu_profile import VARIANTS, NpuProfile, ProfileRow
+from mindspeed_cp.device.npu_profile import NpuProfile, ProfileRow
 from mindspeed_cp.device.open_files import largest_run
-from mindspeed_cp.doctor.kernel_capability import taken_by_profile
 from mindspeed_cp.doctor.operator import DTYPES
 from mindspeed_cp.report.text import Table
 
@@ -35,8 +34,6 @@ def report_tables(report: dict[str, Any]) -> list[Table]:
         profile = NpuProfile(**report["npu_profile"])
         title = "Variants of the npu backend, largest difference to fp64"
         tables.append(_by_type(title, ("variant", "shape"), [_profile_cells(row) for row in profile.rows]))
-        taken = taken_by_profile(profile)
-        tables.append(Table("Taken with npu_profile (heads of 128)", ("attention", *VARIANTS), taken))
     return tables
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mindspeed_cp.device.npu_profile import Need, NpuIdentity, NpuProfile, ProfileRow, choose_variants
+from mindspeed_cp.device.npu_profile import Need, NpuIdentity, ProfileRow, choose_variants
 from mindspeed_cp.doctor.guarded import Failure
 from mindspeed_cp.doctor.kernel_capability import (
     CAPABILITY_CASES,
@@ -19,7 +19,6 @@ from mindspeed_cp.doctor.kernel_capability import (
     make_profile,
     measure_capability,
     profile_row,
-    taken_by_profile,
 )
 from mindspeed_cp.doctor.operator import DTYPES, MAX_DIFFERENCE, plan_of
 from mindspeed_cp.engine import attend_in_process
@@ -117,15 +116,6 @@ def test_a_row_without_a_result_says_why() -> None:
     infinite = {"differences": {"out": 0.0, "dq": None}, "seconds": 0.1, "error": None}
     row = profile_row(case, "fp16", infinite)
     assert not row.ok and row.failure == f"{case.case.name} (fp16): dq is not finite"
-
-
-def test_the_table_of_choices_has_every_type_and_says_where_nothing_passed() -> None:
-    rows = [profile_row(case, dtype, Failure("did not start")) for case, dtype, _ in capability_calls()]
-    ok = [row.model_copy(update={"ok": True, "error": None, "differences": {"out": 0.0}}) for row in rows]
-    for content, lowering in ((rows, "none passed"), (ok, "tnd")):
-        choices = taken_by_profile(NpuProfile(format=2, device="d", torch_npu="1", cann=None, rows=content))
-        assert [row[0] for row in choices] == ["fp32", "fp32, ALiBi", "fp16", "fp16, ALiBi", "bf16", "bf16, ALiBi"]
-        assert {row[1] for row in choices} == {lowering}
 
 
 class CallsWithoutArithmetic:

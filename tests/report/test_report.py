@@ -84,10 +84,10 @@ def test_tables_have_a_row_for_each_rank_or_the_extremes() -> None:
 
 def test_counts_read_well() -> None:
     assert [format_count(n) for n in (0, 999, 9_999_999, 12_345_678, 3e9, 2.5e12)] == [
-        *("0", "999", "9,999,999", "12.3 M", "3.0 G", "2.5 T"),
+        *("0", "999", "9,999,999", "12.3 M", "3.0 G", "2.5 T")
     ]
     assert [format_bytes(n) for n in (0, 1023, 1024, 1.5 * 2**20, 5 * 2**30)] == [
-        *("0 B", "1,023 B", "1.0 KiB", "1.5 MiB", "5.0 GiB"),
+        *("0 B", "1,023 B", "1.0 KiB", "1.5 MiB", "5.0 GiB")
     ]
 
 

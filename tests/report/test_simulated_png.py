@@ -16,12 +16,7 @@ from mindspeed_cp.choose.candidates import Candidate
 from mindspeed_cp.choose.compare import Comparison, SimulationCase, compare_algorithms
 from mindspeed_cp.cluster import LayerCost, load_cluster
 from mindspeed_cp.report.files import write_png
-from mindspeed_cp.report.timelines import (
-    ROW_LIMIT,
-    TIMELINE_COLOURS,
-    comparison_figure,
-    describe_sharing,
-)
+from mindspeed_cp.report.timelines import ROW_LIMIT, TIMELINE_COLOURS, comparison_figure, describe_sharing
 from mindspeed_cp.report.trace_events import ranks_to_draw
 
 
