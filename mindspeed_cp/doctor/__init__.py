@@ -1,7 +1,7 @@
 """`mindspeed-cp doctor` and `mindspeed-cp calibrate`: check and measure a machine, or all ranks that torchrun started.
 
 one machine    run_checks    machine.py            versions, devices
-                             operator.py           the operator against fp64 (reference.py), in a process that may hang
+                             operator.py           the operator against fp64, in a process that may hang
                                                    or crash (guarded.py)
                              kernel_capability.py  the rows that make the profile of an NPU
 all ranks      ranks.py      the same facts and operators on every rank, links, and algorithms;

@@ -27,11 +27,17 @@ from mindspeed_cp.device.npu_profile import (
     read_profile,
 )
 from mindspeed_cp.doctor.guarded import Failure, GuardedCall
-from mindspeed_cp.doctor.operator import DTYPES, MAX_DIFFERENCE, OperatorCase, plan_of
-from mindspeed_cp.doctor.reference import RESULT_NAMES, reference_inputs, reference_results, relative_difference
+from mindspeed_cp.doctor.operator import (
+    DTYPES,
+    MAX_DIFFERENCE,
+    RESULT_NAMES,
+    OperatorCase,
+    reference_inputs,
+    reference_results,
+    relative_difference,
+)
 from mindspeed_cp.engine import attend_in_process
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.layout import Documents
 from mindspeed_cp.ops.attention.npu.backend import NpuAttention
 from mindspeed_cp.ops.attention.npu.fused_operator import FusedOperator, TorchNpuOperator
 from mindspeed_cp.plan import AttentionConfig, Plan
@@ -82,7 +88,7 @@ def _case(
     **npu: str,
 ) -> CapabilityCase:
     """Return a case: `option` is what the row is about, `npu` the options that differ from the defaults."""
-    case = OperatorCase(name, lengths, attention, kv_lengths, (algorithm, ranks, {}), npu)
+    case = OperatorCase(name, lengths, attention, kv_lengths, (algorithm, ranks), npu)
     return CapabilityCase(option, npu.get(option, DEFAULTS[option]), case, condition or Condition())
 
 
@@ -185,7 +191,7 @@ def measure_capability(
     key = case.case.reference_key(seed)
     rows = [x.to(device, DTYPES[dtype], copy=True) for x in reference_inputs(key)]
     backend = NpuAttention(**case.case.npu, operator=TorchNpuOperator() if operator is None else operator)
-    plan = plan_of(case.case, Documents(case.case.lengths), Documents(case.case.kv_rows))
+    plan = case.case.make_plan()
     with deterministic_algorithms(case.condition.deterministic):
         first = _run(plan, rows, backend)
         start = time.perf_counter()

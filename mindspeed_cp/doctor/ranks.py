@@ -41,8 +41,14 @@ from mindspeed_cp.doctor.kernel_capability import write_json
 from mindspeed_cp.doctor.kernel_timing import KernelSizes, measure_kernels
 from mindspeed_cp.doctor.links import Launch, LinkTimer, error_text, first_error, join_process_group
 from mindspeed_cp.doctor.machine import device_memory, device_name, machine_status, npu_versions, rank_device, versions
-from mindspeed_cp.doctor.operator import DTYPES, MAX_DIFFERENCE
-from mindspeed_cp.doctor.reference import ReferenceKey, reference_inputs, reference_results, relative_difference
+from mindspeed_cp.doctor.operator import (
+    DTYPES,
+    MAX_DIFFERENCE,
+    ReferenceKey,
+    reference_inputs,
+    reference_results,
+    relative_difference,
+)
 from mindspeed_cp.engine import context_parallel_attention, prepare
 from mindspeed_cp.errors import ConfigError, PeerError, PlanError
 from mindspeed_cp.layout import Documents
@@ -391,8 +397,7 @@ def compare_with_reference(plan: Plan, rank: int, dtype: str, device: torch.devi
     Returns:
         What is wrong, or None.
     """
-    lengths = tuple(plan.documents.lengths.tolist())
-    key = ReferenceKey(lengths, lengths, plan.attention, 0)
+    key = ReferenceKey(plan.documents, plan.documents, plan.attention, 0)
     q, k, v, dout = (plan.layout.shard(x, rank).to(DTYPES[dtype]).to(device) for x in reference_inputs(key))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     out = context_parallel_attention(q, k, v, plan, timeout=timeout)

@@ -20,9 +20,8 @@ from mindspeed_cp.doctor.kernel_capability import (
     measure_capability,
     profile_row,
 )
-from mindspeed_cp.doctor.operator import DTYPES, MAX_DIFFERENCE, plan_of
+from mindspeed_cp.doctor.operator import DTYPES, MAX_DIFFERENCE, reference_inputs
 from mindspeed_cp.engine import attend_in_process
-from mindspeed_cp.layout import Documents
 from mindspeed_cp.ops.attention.npu.backend import NpuAttention
 from mindspeed_cp.ops.attention.npu.fused_operator import DropoutState, FusedArguments
 from tests.host_cann import oracle_faults as faults
@@ -141,15 +140,11 @@ class CallsWithoutArithmetic:
 
 
 def calls_of(case: CapabilityCase) -> list[tuple[FusedArguments, bool]]:
-    attention, kv_lengths, operator = case.case.attention, case.case.kv_rows, CallsWithoutArithmetic()
-    q = torch.zeros(sum(case.case.lengths), attention.heads, attention.head_dim)
-    k, v = (
-        torch.zeros(sum(kv_lengths), attention.kv_heads, width) for width in (attention.head_dim, attention.head_dim_v)
-    )
-    plan = plan_of(case.case, Documents(case.case.lengths), Documents(kv_lengths))
+    operator, plan = CallsWithoutArithmetic(), case.case.make_plan()
+    rows = [torch.zeros_like(x) for x in reference_inputs(case.case.reference_key(0))]
     with deterministic_algorithms(case.condition.deterministic):
         backend = NpuAttention(**case.case.npu, operator=operator)
-        attend_in_process(plan, q, k, v, q.new_zeros(*q.shape[:-1], attention.head_dim_v), backend)
+        attend_in_process(plan, *rows, backend)
     return operator.calls
 
 
