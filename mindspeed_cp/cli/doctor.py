@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -92,7 +93,7 @@ def doctor(
     return 0 if result["ok"] else 1
 
 
-def _refuse(options: dict[str, object], why: str) -> None:
+def _refuse(options: Mapping[str, object], why: str) -> None:
     """Raise ConfigError for the first option that is given."""
     for option, value in options.items():
         if value is not None:

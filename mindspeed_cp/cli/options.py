@@ -43,10 +43,11 @@ def command_of(kind: type[Any], name: str) -> Callable[..., int]:
 
     command.__name__, command.__doc__ = name, kind.__doc__
     command.__annotations__ = {field.name: hints[field.name] for field in fields(kind)}
-    command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    parameters = [
         inspect.Parameter(x.name, inspect.Parameter.KEYWORD_ONLY, default=x.default, annotation=hints[x.name])
         for x in fields(kind)
-    )
+    ]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return command
 
 

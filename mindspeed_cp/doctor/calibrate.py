@@ -96,7 +96,7 @@ def run_calibration(request: CalibrationRequest, *, as_json: bool) -> None:
     if rank:
         return
     device = rank_device(kind, 0)
-    attention = AttentionConfig(request.heads, request.kv_heads, request.head_dim)
+    attention = AttentionConfig(request.heads, request.kv_heads or request.heads, request.head_dim)
     longest, hidden_size = request.longest or MAX_TILE_ROWS[kind], HIDDEN_SIZE[kind]
     with torch.no_grad():
         sizes = KernelSizes(attention, longest, hidden_size, DTYPES[request.dtype], request.seconds)
@@ -159,9 +159,9 @@ def _print(
 ) -> None:
     errors, together = fits.table(), {"in_node_all": fits.in_node_all, "network_all": fits.network_all}
     if as_json:
+        rows = [asdict(measurement) for measurement in measurements]
         report = {"file": str(path), "cluster": asdict(cluster), "sources": sources, "fits": errors}
-        report |= {"together": together, "measurements": [asdict(measurement) for measurement in measurements]}
-        print(json.dumps(report))
+        print(json.dumps({**report, "together": together, "measurements": rows}))
         return
     values = [
         (key, f"{value:.4g}" if isinstance(value, float) else str(value), sources[key])

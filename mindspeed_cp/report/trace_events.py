@@ -31,6 +31,7 @@ THREAD_ORDER = ("compute", "send", "receive")
 PROCESS_STRIDE = 100_000
 
 NANOSECONDS = 1e9
+_BETWEEN = ("ranks of a node", "nodes")
 
 #: Largest number of ranks, and of steps of all ranks in both directions, that are recorded; some ranks stand for the
 #: others.
@@ -202,17 +203,13 @@ def _kernels(timeline: Timeline, direction: str, ranks: Sequence[int]) -> Iterat
     is_attention = timeline.is_attention(direction)
     for rank in ranks:
         for step, (start, computed, _) in enumerate(timeline.steps(direction)[rank].tolist()):
-            details: dict[str, Any] = {"step": step}
             if computed <= start:
                 continue
+            what, category, details = "posts messages", "attention", {"step": str(step)}
             if not is_attention[step]:
-                details["tokens"] = int(plan.layout.token_counts[rank])
                 what, category = "projections", "linear"
             elif 0 <= step - edge < len(names):
-                details["plan_step"] = names[step - edge]
-                what, category = "attention", "attention"
-            else:
-                what, category = "posts messages", "attention"
+                what, details["plan_step"] = "attention", names[step - edge]
             yield TraceEvent(rank, "compute", f"{what} {direction}", start, computed - start, category, details)
 
 
@@ -221,18 +218,11 @@ def _waits(timeline: Timeline, direction: str, ranks: Sequence[int]) -> Iterator
     sent, waits = timeline.transfers(direction), wait_records(timeline, direction)
     far = is_internode(sent, timeline.cluster)
     for wait in waits[np.isin(waits["rank"], ranks)]:
-        message = sent[wait["message"]]
-        details = {
-            "step": int(wait["step"]),
-            "for": MESSAGE_KIND_NAMES[int(message["kind"])],
-            "src": int(message["src"]),
-            "dst": int(message["dst"]),
-            "bytes": int(message["bytes"]),
-            "between": "nodes" if far[wait["message"]] else "ranks of a node",
-        }
+        message, kind = sent[wait["message"]], MESSAGE_KIND_NAMES[int(sent["kind"][wait["message"]])]
+        details = {name: int(message[name]) for name in ("src", "dst", "bytes")}
+        details |= {"step": int(wait["step"]), "for": kind, "between": _BETWEEN[far[wait["message"]]]}
         begin, end = float(wait["begin"]), float(wait["end"])
-        name = f"waits for {details['for']}"
-        yield TraceEvent(int(wait["rank"]), "compute", name, begin, end - begin, "wait", details)
+        yield TraceEvent(int(wait["rank"]), "compute", f"waits for {kind}", begin, end - begin, "wait", details)
 
 
 def _messages(timeline: Timeline, direction: str, ranks: Sequence[int], thread: str, end: str) -> Iterator[TraceEvent]:
@@ -255,17 +245,9 @@ def _messages(timeline: Timeline, direction: str, ranks: Sequence[int], thread: 
     for (rank, step, kind_number, _, is_far), numbers in groups.items():
         messages = sent[numbers]
         messages = messages[np.argsort(-messages["bytes"], kind="stable")]
-        kind, peers = KINDS[kind_number], messages[peer].tolist()
-        details = {
-            "kind": kind,
-            "bytes": int(messages["bytes"].sum()),
-            "src": rank if end == "src" else peers,
-            "dst": rank if end == "dst" else peers,
-            "between": "nodes" if is_far else "ranks of a node",
-            "posted_in_step": step,
-            "due_in_step": int(messages["done"].min()),
-        }
-        begin, until = float(messages["begin"].min()), float(messages["end"].max())
+        kind, begin, until = KINDS[kind_number], float(messages["begin"].min()), float(messages["end"].max())
+        details = {"kind": kind, "bytes": int(messages["bytes"].sum()), end: rank, peer: messages[peer].tolist()}
+        details |= {"between": _BETWEEN[is_far], "posted_in_step": step, "due_in_step": int(messages["done"].min())}
         yield TraceEvent(rank, thread, f"{kind} {direction}", begin, until - begin, kind, details)
 
 
