@@ -11,7 +11,6 @@ import numpy as np
 from mindspeed_cp.choose.lower_bounds import balanced_lower_bound
 from mindspeed_cp.cluster import ComputeCost, LayerCost, cluster_of, load_cluster
 from mindspeed_cp.plan import AttentionConfig, Plan, peak_bytes, traffic
-from mindspeed_cp.plan.tiles import count_pairs
 from mindspeed_cp.report.text import (
     Table,
     describe_attention,
@@ -35,7 +34,6 @@ class PlanSummary:
         bytes_per_element: of q, k, v and out.
         heads: first and last-plus-one query head and kv head of each rank, int64 [ranks, 4]; all heads in a plan of
             parts, whose parts have their own.
-        tiles: attention tiles, int64 [ranks, steps].
         work: visible (query, key) pairs times the rank's query heads, fp64 [ranks, steps].
         traffic: bytes that each rank sends (`mindspeed_cp.plan.traffic`).
         buffers: peak bytes of communication buffers, forward and backward, int64 [ranks, 2].
@@ -45,7 +43,6 @@ class PlanSummary:
     plan: Plan
     bytes_per_element: int
     heads: np.ndarray
-    tiles: np.ndarray
     work: np.ndarray
     traffic: np.ndarray
     buffers: np.ndarray
@@ -107,7 +104,6 @@ class PlanSummary:
                 "rank": rank,
                 "heads": self.heads[rank, :2].tolist(),
                 "kv_heads": self.heads[rank, 2:].tolist(),
-                "tiles": self.tiles[rank].tolist(),
                 "work": list(map(int, self.work[rank])),
                 "bytes_sent": {name: int(self.traffic[name][rank]) for name in self.traffic.dtype.names or ()},
                 **{name: int(values[rank]) for name, values in counts.items()},
@@ -145,27 +141,15 @@ def summarize_plan(plan: Plan, bytes_per_element: int = 2) -> PlanSummary:
     attention = plan.attention
     parts = tuple(summarize_plan(part, bytes_per_element) for part in plan.parts)
     if parts:
-        tiles, work = (
-            np.stack([getattr(parts[part], name)[:, step] for part, step in plan.step_order()], 1)
-            for name in ("tiles", "work")
-        )
         heads = np.tile([0, attention.heads, 0, attention.kv_heads], (plan.ranks, 1))
     else:
         bounds = plan.q_layout_compute.head_bounds(attention.heads)
         heads = np.hstack([bounds, plan.kv_layout_compute.head_bounds(attention.kv_heads)])
-        tiles = np.zeros((plan.ranks, plan.forward.steps), np.int64)
-        work = np.zeros(tiles.shape)  # in fp64: pairs alone may have 62 bits
-        for rank in range(plan.ranks):
-            rank_tiles = plan.forward.tiles(rank)
-            np.add.at(tiles[rank], rank_tiles["step"], 1)
-            pairs = count_pairs(rank_tiles, attention) * float(heads[rank, 1] - heads[rank, 0])
-            np.add.at(work[rank], rank_tiles["step"], pairs)
     return PlanSummary(
         plan=plan,
         bytes_per_element=bytes_per_element,
         heads=heads,
-        tiles=tiles,
-        work=work,
+        work=plan.work(),
         traffic=traffic(plan, bytes_per_element),
         buffers=np.stack([peak_bytes(plan, way, bytes_per_element)["total"] for way in ("forward", "backward")], 1),
         parts=parts,
@@ -237,26 +221,17 @@ def plan_tables(summary: PlanSummary, more: Sequence[tuple[str, str]] = ()) -> l
     ]
 
 
-def describe_heads(summary: PlanSummary, rank: int, kv: bool = True) -> str:
-    """Return the heads of a rank: "0-1 (kv 0)", without kv "0-1"; "none"."""
+def describe_heads(summary: PlanSummary, rank: int) -> str:
+    """Return the heads of a rank: "0-1 (kv 0)", or "none"."""
     first, last, kv_first, kv_last = summary.heads[rank].tolist()
-    if last == first:
-        return "none"
-    return _range(first, last) + (f" (kv {_range(kv_first, kv_last)})" if kv else "")
-
-
-def _range(first: int, last: int) -> str:
-    return str(first) if last == first + 1 else f"{first}-{last - 1}"
+    heads, kv_heads = (str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in ((first, last), (kv_first, kv_last)))
+    return "none" if last == first else f"{heads} (kv {kv_heads})"
 
 
 def _plan_table(summary: PlanSummary, more: Sequence[tuple[str, str]]) -> Table:
     plan, sent = summary.plan, summary.traffic
-    attention, topology, lengths, kv_lengths = (
-        plan.attention,
-        plan.topology,
-        plan.documents.lengths,
-        plan.kv_documents.lengths,
-    )
+    attention, topology = plan.attention, plan.topology
+    lengths, kv_lengths = plan.documents.lengths, plan.kv_documents.lengths
     width = f"{attention.head_dim}" + (f"/{attention.head_dim_v}" * (attention.head_dim != attention.head_dim_v))
     element = "bf16" if summary.bytes_per_element == 2 else "fp32"
     backward = sent["fetch_backward"].sum() + sent["reduce"].sum()

@@ -24,10 +24,7 @@ def test_numbers_are_those_of_the_plan(ranks: int, algorithm: str) -> None:
     lengths = [500, 37, 0, 3, 121]
     plan = plan_of(lengths, ranks, algorithm=algorithm)
     summary = summarize_plan(plan, bytes_per_element=4)
-    assert (summary.work == plan.work()).all()
     assert summary.work.sum() == 4 * sum(n * (n + 1) // 2 for n in lengths)
-    programs = [part_plan.forward for part_plan in plan.parts_or_self]
-    assert summary.tiles.sum() == sum(len(program.tiles(rank)) for program in programs for rank in range(ranks))
     assert summary.imbalance >= 1 and summary.step_imbalance >= summary.imbalance - 1e-12
     sent = traffic(plan, 4)
     assert (summary.sent_forward + summary.sent_backward == sent["total"]).all()
@@ -94,7 +91,7 @@ def test_counts_read_well() -> None:
 def test_tables_have_parts_and_their_sums() -> None:
     plan = mixed_plan(Documents([129, 63, 40, 50, 0, 12]), 4, AttentionConfig(4, 2, 16))
     summary = summarize_plan(plan, 4)
-    assert len(summary.labels) == len(plan.forward_order) and (summary.work == plan.work()).all()
+    assert len(summary.labels) == len(plan.forward_order)
     assert [part.plan.algorithm for part in summary.parts] == ["direct", "head_split", "head_split"]
     assert (summary.sent_forward + summary.sent_backward == traffic(plan, 4)["total"]).all()
     assert (summary.buffers[:, 1] == peak_bytes(plan, "backward", 4)["total"]).all()
