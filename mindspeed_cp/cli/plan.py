@@ -25,7 +25,7 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import Plan, verify_plan
 from mindspeed_cp.report.files import write_png
-from mindspeed_cp.report.plan import modelled_rows, modelled_time, plan_tables, summarize_plan
+from mindspeed_cp.report.plan import PlanSummary, modelled_rows, modelled_time, plan_tables
 from mindspeed_cp.report.text import print_tables, wrap_text
 from mindspeed_cp.schema.yaml_file import SettingsFile, with_value
 
@@ -60,7 +60,7 @@ def run(options: PlanOptions) -> int:
     notes = [*plan_notes(plan, plan_options), *balance_notes(settings, "shown is the plan of one replica's row")]
     if options.verify:
         verify_plan(plan)
-    summary = summarize_plan(plan, 2 if settings.train.bf16 else 4)
+    summary = PlanSummary(plan, 2 if settings.train.bf16 else 4)
     if options.png is not None:
         from mindspeed_cp.report.tile_map import tile_map
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from mindspeed_cp.choose.compare import Comparison
 from mindspeed_cp.plan import Plan
-from mindspeed_cp.report.plan import plan_tables, summarize_plan
+from mindspeed_cp.report.plan import PlanSummary, plan_tables
 from mindspeed_cp.report.simulation import conclusion, simulation_tables
 from mindspeed_cp.report.text import html_of_tables
 from mindspeed_cp.report.tile_map import tile_map
@@ -66,7 +66,7 @@ def show(shown: Plan | Comparison) -> Tables:
     A plan's tables say what it is about, and what each rank holds, computes and sends. The others have modelled times.
     """
     if isinstance(shown, Plan):
-        return Tables(html_of_tables(plan_tables(summarize_plan(shown))), repr(shown))
+        return Tables(html_of_tables(plan_tables(PlanSummary(shown))), repr(shown))
     return Tables(html_of_tables(simulation_tables(shown), conclusion(shown)), repr(shown))
 
 

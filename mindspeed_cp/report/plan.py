@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from mindspeed_cp.choose.lower_bounds import balanced_lower_bound
 from mindspeed_cp.cluster import ComputeCost, LayerCost, cluster_of, load_cluster
 from mindspeed_cp.plan import AttentionConfig, Plan, peak_bytes, traffic
+from mindspeed_cp.plan.program import DIRECTIONS
 from mindspeed_cp.report.text import (
     Table,
     describe_attention,
@@ -29,24 +31,45 @@ TABLE_RANK_LIMIT = 64  # a larger table has the extremes
 class PlanSummary:
     """Counts of ranks and forward steps of one plan; the steps of a plan of parts are those of `Plan.step_order`.
 
+    Counting derives the tiles of all ranks: with a thousand documents, milliseconds for 8 ranks and seconds for 64.
+
     Attributes:
-        plan: the plan.
+        plan: any plan.
         bytes_per_element: of q, k, v and out.
-        heads: first and last-plus-one query head and kv head of each rank, int64 [ranks, 4]; all heads in a plan of
-            parts, whose parts have their own.
-        work: visible (query, key) pairs times the rank's query heads, fp64 [ranks, steps].
-        traffic: bytes that each rank sends (`mindspeed_cp.plan.traffic`).
-        buffers: peak bytes of communication buffers, forward and backward, int64 [ranks, 2].
-        parts: summaries of the parts of a plan of parts.
     """
 
     plan: Plan
-    bytes_per_element: int
-    heads: np.ndarray
-    work: np.ndarray
-    traffic: np.ndarray
-    buffers: np.ndarray
-    parts: tuple[PlanSummary, ...] = ()
+    bytes_per_element: int = 2
+
+    @cached_property
+    def heads(self) -> np.ndarray:
+        """First and last-plus-one query head and kv head of each rank, int64 [ranks, 4]; all heads in a plan of parts,
+        whose parts have their own."""
+        plan, attention = self.plan, self.plan.attention
+        if plan.parts:
+            return np.tile([0, attention.heads, 0, attention.kv_heads], (plan.ranks, 1))
+        bounds = plan.q_layout_compute.head_bounds(attention.heads)
+        return np.hstack([bounds, plan.kv_layout_compute.head_bounds(attention.kv_heads)])
+
+    @cached_property
+    def work(self) -> np.ndarray:
+        """Visible (query, key) pairs times the rank's query heads, fp64 [ranks, steps]."""
+        return self.plan.work()
+
+    @cached_property
+    def traffic(self) -> np.ndarray:
+        """Bytes that each rank sends (`mindspeed_cp.plan.traffic`)."""
+        return traffic(self.plan, self.bytes_per_element)
+
+    @cached_property
+    def buffers(self) -> np.ndarray:
+        """Peak bytes of communication buffers, forward and backward, int64 [ranks, 2]."""
+        return np.stack([peak_bytes(self.plan, way, self.bytes_per_element)["total"] for way in DIRECTIONS], 1)
+
+    @cached_property
+    def parts(self) -> tuple[PlanSummary, ...]:
+        """Summaries of the parts of a plan of parts."""
+        return tuple(PlanSummary(part, self.bytes_per_element) for part in self.plan.parts)
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -128,32 +151,6 @@ class PlanSummary:
             "per_rank": per_rank,
             **(parts if self.parts else {}),
         }
-
-
-def summarize_plan(plan: Plan, bytes_per_element: int = 2) -> PlanSummary:
-    """Count what a plan does on every rank.  Derives the tiles of all of them: with a thousand documents, milliseconds
-    for 8 ranks and seconds for 64.
-
-    Args:
-        plan: any plan.
-        bytes_per_element: of q, k, v and out.
-    """
-    attention = plan.attention
-    parts = tuple(summarize_plan(part, bytes_per_element) for part in plan.parts)
-    if parts:
-        heads = np.tile([0, attention.heads, 0, attention.kv_heads], (plan.ranks, 1))
-    else:
-        bounds = plan.q_layout_compute.head_bounds(attention.heads)
-        heads = np.hstack([bounds, plan.kv_layout_compute.head_bounds(attention.kv_heads)])
-    return PlanSummary(
-        plan=plan,
-        bytes_per_element=bytes_per_element,
-        heads=heads,
-        work=plan.work(),
-        traffic=traffic(plan, bytes_per_element),
-        buffers=np.stack([peak_bytes(plan, way, bytes_per_element)["total"] for way in ("forward", "backward")], 1),
-        parts=parts,
-    )
 
 
 def _documents_of_ranks(plan: Plan) -> np.ndarray:

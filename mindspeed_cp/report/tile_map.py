@@ -24,7 +24,7 @@ import numpy as np
 from mindspeed_cp.layout import ragged_arange
 from mindspeed_cp.plan import Plan
 from mindspeed_cp.report.files import drawn_text, new_figure, rank_colours
-from mindspeed_cp.report.plan import PlanSummary, describe_heads, summarize_plan
+from mindspeed_cp.report.plan import PlanSummary, describe_heads
 from mindspeed_cp.report.text import describe_attention, format_count
 
 if TYPE_CHECKING:
@@ -42,12 +42,12 @@ def tile_map(plan: Plan, summary: PlanSummary | None = None) -> Figure:
 
     Args:
         plan: any plan.
-        summary: `summarize_plan(plan)`, if it is at hand.
+        summary: `PlanSummary(plan)`, if it is at hand.
 
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    summary = summary if summary is not None else summarize_plan(plan)
+    summary = summary if summary is not None else PlanSummary(plan)
     ranks, steps = summary.work.shape
     side = max(MIN_SQUARE, min(MAX_SQUARE, MAX_WIDTH // max(steps, 1), MAX_HEIGHT // ranks) * 92 // 100)
     pitch = side + max(1, side // 12)

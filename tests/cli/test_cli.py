@@ -14,7 +14,7 @@ import pytest
 
 from mindspeed_cp import AttentionConfig, Documents, Plan, Topology, build_plan
 from mindspeed_cp.cli.main import run
-from mindspeed_cp.report.plan import summarize_plan
+from mindspeed_cp.report.plan import PlanSummary
 
 ROOT = Path(__file__).parents[2]
 
@@ -184,7 +184,7 @@ def test_plan_options_are_those_of_build_plan(
     assert run(["plan", *arguments, "--lengths", "500 37 120", "--json", "--verify", "--set", "train.bf16=false"]) == 0
     told = json.loads(capsys.readouterr().out)
     counts = {name: value for name, value in told.items() if name not in ("cluster", "modelled", "notes")}
-    assert counts == {**summarize_plan(expected(Documents([500, 37, 120])), 4).as_dict(), "verified": True, "png": None}
+    assert counts == {**PlanSummary(expected(Documents([500, 37, 120])), 4).as_dict(), "verified": True, "png": None}
 
 
 @pytest.mark.parametrize(
