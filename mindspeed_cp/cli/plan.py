@@ -64,7 +64,7 @@ def run(options: PlanOptions) -> int:
     if options.png is not None:
         from mindspeed_cp.report.tile_map import tile_map
 
-        write_png(tile_map(plan, summary), options.png)
+        write_png(tile_map(summary), options.png)
     if options.as_json:
         png = None if options.png is None else str(options.png)
         print(json.dumps({**summary.as_dict(), **modelled, "notes": notes, "verified": options.verify, "png": png}))

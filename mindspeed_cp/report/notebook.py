@@ -77,6 +77,6 @@ def draw(drawn: Plan | Timeline | Comparison) -> Picture:
         ConfigError: matplotlib is not installed.
     """
     if isinstance(drawn, Plan):
-        return Picture(tile_map(drawn), repr(drawn))
+        return Picture(tile_map(PlanSummary(drawn)), repr(drawn))
     figure = timeline_figure(drawn) if isinstance(drawn, Timeline) else comparison_figure(drawn)
     return Picture(figure, repr(drawn))

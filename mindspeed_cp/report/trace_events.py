@@ -219,7 +219,7 @@ def _waits(timeline: Timeline, direction: str, ranks: Sequence[int]) -> Iterator
     far = is_internode(sent, timeline.cluster)
     for wait in waits[np.isin(waits["rank"], ranks)]:
         message, kind = sent[wait["message"]], MESSAGE_KIND_NAMES[int(sent["kind"][wait["message"]])]
-        details = {name: int(message[name]) for name in ("src", "dst", "bytes")}
+        details: dict[str, Any] = {name: int(message[name]) for name in ("src", "dst", "bytes")}
         details |= {"step": int(wait["step"]), "for": kind, "between": _BETWEEN[far[wait["message"]]]}
         begin, end = float(wait["begin"]), float(wait["end"])
         yield TraceEvent(int(wait["rank"]), "compute", f"waits for {kind}", begin, end - begin, "wait", details)
@@ -246,7 +246,8 @@ def _messages(timeline: Timeline, direction: str, ranks: Sequence[int], thread: 
         messages = sent[numbers]
         messages = messages[np.argsort(-messages["bytes"], kind="stable")]
         kind, begin, until = KINDS[kind_number], float(messages["begin"].min()), float(messages["end"].max())
-        details = {"kind": kind, "bytes": int(messages["bytes"].sum()), end: rank, peer: messages[peer].tolist()}
+        details: dict[str, Any] = {"kind": kind, "bytes": int(messages["bytes"].sum())}
+        details |= {end: rank, peer: messages[peer].tolist()}
         details |= {"between": _BETWEEN[is_far], "posted_in_step": step, "due_in_step": int(messages["done"].min())}
         yield TraceEvent(rank, thread, f"{kind} {direction}", begin, until - begin, kind, details)
 
