@@ -47,11 +47,12 @@ class KernelSizes:
 
 @dataclass
 class TimedCall:
-    """A call to time, and the measurement that its time completes."""
+    """A call to time, the measurement that its least time completes, and how often it is made in a round."""
 
     measurement: Measurement
     run: Callable[[], None]
     calls: int = 1
+    seconds: float = float("inf")
 
 
 def measure_kernels(device: torch.device, sizes: KernelSizes) -> list[Measurement]:
@@ -69,21 +70,12 @@ def measure_kernels(device: torch.device, sizes: KernelSizes) -> list[Measuremen
     for case in cases:  # the first call allocates and compiles; the second is timed to choose the number of calls
         case.run()
         case.calls = max(1, int(BLOCK_SECONDS / max(_timed(case, device), 1e-7)))
-    return _rounds(cases, device, sizes.seconds)
-
-
-def _rounds(cases: list[TimedCall], device: torch.device, seconds: float) -> list[Measurement]:
-    seconds_of_cases: list[list[float]] = [[] for _ in cases]
-    end = time.monotonic() + seconds
-    rounds = 0
+    end, rounds = time.monotonic() + sizes.seconds, 0
     while rounds < MIN_ROUNDS or time.monotonic() < end:
-        for case, times in zip(cases, seconds_of_cases, strict=True):
-            times.append(_timed(case, device))
+        for case in cases:
+            case.seconds = min(case.seconds, _timed(case, device))
         rounds += 1
-    return [
-        Measurement(**{**vars(case.measurement), "seconds": min(times)})
-        for case, times in zip(cases, seconds_of_cases, strict=True)
-    ]
+    return [replace(case.measurement, seconds=case.seconds) for case in cases]
 
 
 def _timed(case: TimedCall, device: torch.device) -> float:
@@ -105,10 +97,7 @@ def _tiles(longest: int) -> list[tuple[int, int, str]]:
 
 def _powers(first: int, last: int) -> list[int]:
     """Return first, 2 * first, 4 * first .. up to last; at least first."""
-    sizes = [first]
-    while sizes[-1] * 2 <= last:
-        sizes.append(sizes[-1] * 2)
-    return sizes
+    return [first << power for power in range(64) if not power or first << power <= last]
 
 
 def attention_call(device: torch.device, sizes: KernelSizes, queries: int, keys: int, mask: str) -> TimedCall:
@@ -124,12 +113,8 @@ def attention_call(device: torch.device, sizes: KernelSizes, queries: int, keys:
     def random(*size: int) -> torch.Tensor:
         return torch.randn(size, dtype=torch.float32).to(sizes.dtype).to(device)
 
-    q, k, v, dout = (
-        random(queries, heads, dim),
-        random(keys, kv, dim),
-        random(keys, kv, dim),
-        random(queries, heads, dim),
-    )
+    q, dout = random(queries, heads, dim), random(queries, heads, dim)
+    k, v = random(keys, kv, dim), random(keys, kv, dim)
     out = torch.zeros(queries, heads, dim, device=device)
     lse = torch.full((queries, heads), float("-inf"), device=device)
     state = ForwardState(q, out, lse, Heads.all(config))
