@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -75,8 +75,8 @@ PREFIXES = (
 
 
 @dataclass(frozen=True)
-class DeviceDefaults:
-    """Sizes for a kind of device: tokens of a rank, type, rows of the largest timed tile, hidden size of the timed
+class Sizes:
+    """Sizes of the measurements: tokens of a rank, type, rows of the largest timed tile, hidden size of the timed
     matrix products, bytes of the largest message, and seconds until a silent link counts as hung."""
 
     tokens_per_rank: int
@@ -89,8 +89,8 @@ class DeviceDefaults:
 
 #: Devices that are measured. HCCL itself waits 120 s for a connection.
 DEFAULTS = {
-    "cpu": DeviceDefaults(1024, "fp32", 1024, 512, 8 << 20, 20.0),
-    "npu": DeviceDefaults(8192, "bf16", 16384, 4096, 64 << 20, 150.0),
+    "cpu": Sizes(1024, "fp32", 1024, 512, 8 << 20, 20.0),
+    "npu": Sizes(8192, "bf16", 16384, 4096, 64 << 20, 150.0),
 }
 
 
@@ -179,7 +179,11 @@ def check_ranks(
             "rank 0 has started and that no firewall is between"
         ) from None
     agreement = StoreAgreement(dist.PrefixStore("doctor", store), launch.rank, launch.ranks)
-    check = RanksCheck(launch, agreement, report, kind, tokens, link_seconds)
+    sizes = DEFAULTS[kind]
+    sizes = replace(
+        sizes, tokens_per_rank=tokens or sizes.tokens_per_rank, link_seconds=link_seconds or sizes.link_seconds
+    )
+    check = RanksCheck(launch, agreement, report, kind, sizes)
     try:
         check.run(sys.stderr if as_json else sys.stdout)
     finally:
@@ -202,24 +206,12 @@ class RanksCheck:
         report: on rank 0, what was measured, as JSON values.
     """
 
-    def __init__(
-        self,
-        launch: Launch,
-        agreement: StoreAgreement,
-        path: Path,
-        kind: str,
-        tokens: int | None,
-        link_seconds: float | None,
-    ) -> None:
-        self.launch, self.agreement, self._path, self._kind = launch, agreement, path, kind
-        self._defaults = DEFAULTS[kind]
-        self._dtype = self._defaults.dtype
-        self._tokens = tokens or self._defaults.tokens_per_rank
-        self._link_seconds = link_seconds or self._defaults.link_seconds
+    def __init__(self, launch: Launch, agreement: StoreAgreement, path: Path, kind: str, sizes: Sizes) -> None:
+        self.launch, self.agreement, self._path, self._kind, self._sizes = launch, agreement, path, kind, sizes
         self._timer: LinkTimer | None = None
         self.report: dict[str, Any] = {
             "format": FORMAT, "finished": False, "nodes": launch.nodes, "ranks_per_node": launch.ranks_per_node,
-            "device": kind, "dtype": self._dtype, "tokens_per_rank": self._tokens, "link_seconds": self._link_seconds,
+            "device": kind, **asdict(sizes),
             "ranks": [], "operator": [], "kernels": [], "links": [], "algorithms": [], "failures": [], "seconds": {},
         }  # fmt: skip
 
@@ -295,13 +287,13 @@ class RanksCheck:
         return True
 
     def _kernels(self) -> bool:
-        tokens = self._tokens * self.launch.ranks
-        longest = max(1024, min(self._defaults.longest, tokens))
-        sizes = KernelSizes(ATTENTION, longest, self._defaults.hidden_size, DTYPES[self._dtype], KERNEL_SECONDS)
+        sizes, tokens = self._sizes, self._sizes.tokens_per_rank * self.launch.ranks
+        longest = max(1024, min(sizes.longest, tokens))
+        kernels = KernelSizes(ATTENTION, longest, sizes.hidden_size, DTYPES[sizes.dtype], KERNEL_SECONDS)
 
         def measure() -> list[dict[str, Any]]:
             with torch.no_grad():
-                rows = measure_kernels(rank_device(self._kind, self.launch.local_rank), sizes)
+                rows = measure_kernels(rank_device(self._kind, self.launch.local_rank), kernels)
             return [asdict(row) for row in rows]
 
         self._collect("kernels", lambda: None)  # then all ranks measure at the same time, as in training
@@ -326,7 +318,7 @@ class RanksCheck:
                 return errors
 
             row = {} if pair is None else attempt(partial(self._time_pair, pair))
-            broken += int(self.agreement.agree(row, judge, 60.0 + 3 * self._link_seconds))
+            broken += int(self.agreement.agree(row, judge, 60.0 + 3 * self._sizes.link_seconds))
             if broken >= MAX_BROKEN_LINKS:
                 break
         return broken == 0
@@ -335,26 +327,26 @@ class RanksCheck:
         store = dist.PrefixStore(f"pair {pair[0]} {pair[1]}", self.agreement.store)
         try:
             timer = self._join_group(store, pair.index(self.launch.rank), 2)
-            return timer.time_pair(self._defaults.message_bytes)
+            return timer.time_pair(self._sizes.message_bytes)
         finally:
             with suppress(Exception):
                 dist.destroy_process_group()
 
     def _join_group(self, store: dist.Store, rank: int, ranks: int) -> LinkTimer:
         device = rank_device(self._kind, self.launch.local_rank)
-        join_process_group(device, self._link_seconds, store=store, rank=rank, world_size=ranks)
-        return LinkTimer(device, self._link_seconds)
+        join_process_group(device, self._sizes.link_seconds, store=store, rank=rank, world_size=ranks)
+        return LinkTimer(device, self._sizes.link_seconds)
 
     def _join(self) -> bool:
         def measure() -> None:
             store = dist.PrefixStore("all", self.agreement.store)
             self._timer = self._join_group(store, self.launch.rank, self.launch.ranks)
 
-        return self._collect("join", measure, seconds=60.0 + 3 * self._link_seconds)
+        return self._collect("join", measure, seconds=60.0 + 3 * self._sizes.link_seconds)
 
     def _algorithms(self) -> bool:
         keep_freed_memory()  # as training does
-        documents = Documents(sample_batch("wikipedia", self._tokens * self.launch.ranks))
+        documents = Documents(sample_batch("wikipedia", self._sizes.tokens_per_rank * self.launch.ranks))
         return all(self._algorithm(name, documents) for name in ALGORITHMS)
 
     def _algorithm(self, algorithm: str, documents: Documents) -> bool:
@@ -371,7 +363,7 @@ class RanksCheck:
             return True
 
         def measure() -> dict[str, Any]:
-            call = launch.rank, self._dtype, timer.device, self._link_seconds
+            call = launch.rank, self._sizes.dtype, timer.device, self._sizes.link_seconds
             return {"wrong": compare_with_reference(small, *call), "seconds": time_layers(plan, *call, timer.seconds)}
 
         def judge(rows: list[dict[str, Any]]) -> None:
