@@ -14,7 +14,7 @@ from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
 from mindspeed_cp.algorithms import ALGORITHMS, Algorithm, AlgorithmOption
 from mindspeed_cp.algorithms.registry import with_reduce_dtype
 from mindspeed_cp.device.versions import versions_md
-from mindspeed_cp.report.plan import PlanSummary, summarize_plan
+from mindspeed_cp.report.plan import PlanSummary
 from tools import cann_table, convert_table, glossary, megatron_arguments, mindspeed_table, reliability
 from tools.capabilities import capabilities_md
 from tools.reference import reference_yaml
@@ -53,7 +53,7 @@ def bytes_rows() -> str:
         cells = [label]
         for lengths in BATCHES:
             plan = build_plan(Documents(lengths), Topology(2, 4), attention, name, **options)
-            summary, in_bf16 = summarize_plan(plan), summarize_plan(with_reduce_dtype(plan, "bfloat16"))
+            summary, in_bf16 = PlanSummary(plan), PlanSummary(with_reduce_dtype(plan, "bfloat16"))
             buffers = summary.buffers.max(0) / MIB
             cells += [_sent(summary), _sent(in_bf16), f"{buffers[0]:.0f}, {buffers[1]:.0f}"]
         rows += _row(cells)

@@ -15,34 +15,23 @@ def calibrate(
     device: Annotated[str, typer.Option(help="cpu, npu, or auto: npu where torch_npu is installed.")] = "auto",
     nproc: Annotated[
         int | None,
-        typer.Option(
-            help="Local ranks that measure links; 1: measure none. Default: all NPUs, or 2 on a CPU.",
-            show_default=False,
-        ),
+        typer.Option(min=1, help="Local ranks that measure links; 1: measure none. Default: all NPUs, or 2 on a CPU."),
     ] = None,
     base: Annotated[
-        str | None,
-        typer.Option(
-            help="Preset, by name or file, for the values that are not measured, such as a2.", show_default=False
-        ),
+        str | None, typer.Option(help="Preset, by name or file, for the values that are not measured, such as a2.")
     ] = None,
-    name: Annotated[
-        str | None, typer.Option(help="Name of the preset. Default: of the file.", show_default=False)
-    ] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the preset. Default: of the file.")] = None,
     peak_flops: Annotated[
         float | None,
-        typer.Option(
-            help="Peak of one device, bf16, dense. Default: of the base, or the highest measured rate.",
-            show_default=False,
-        ),
+        typer.Option(help="Peak of one device, bf16, dense. Default: of the base, or the highest measured rate."),
     ] = None,
-    heads: Annotated[int, typer.Option(help="Query heads of the timed attention.")] = 8,
+    heads: Annotated[int, typer.Option(min=1, help="Query heads of the timed attention.")] = 8,
     kv_heads: Annotated[
-        int | None, typer.Option(min=1, help="Key/value heads. Default: as many as query heads.", show_default=False)
+        int | None, typer.Option(min=1, help="Key/value heads. Default: as many as query heads.")
     ] = None,
-    head_dim: Annotated[int, typer.Option(help="Channels of a head.")] = 128,
+    head_dim: Annotated[int, typer.Option(min=1, help="Channels of a head.")] = 128,
     longest: Annotated[
-        int | None, typer.Option(help="Rows of the largest tile. Default: 2048 on a CPU, 16384.", show_default=False)
+        int | None, typer.Option(min=256, help="Rows of the largest tile. Default: 2048 on a CPU, 16384.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
     seconds: Annotated[float, typer.Option(help="Approximate seconds for timing kernels.")] = 20.0,

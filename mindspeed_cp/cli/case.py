@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
+
+import numpy as np
 
 from mindspeed_cp.algorithms import ALGORITHMS
 from mindspeed_cp.choose.candidates import Candidate, parse_candidate
 from mindspeed_cp.choose.compare import SimulationCase
-from mindspeed_cp.cli.lengths import (
-    MAX_SIMULATED_TOKENS,
-    SHOWN,
-    VALID_LENGTHS,
-    check_size,
-    draw_batches,
-    read_lengths,
-)
+from mindspeed_cp.cli.lengths import SHOWN, VALID_LENGTHS, draw_batches, read_lengths, simulation_limit
 from mindspeed_cp.cli.options import CaseOptions, SimulateOptions
 from mindspeed_cp.cluster import LayerCost, load_cluster
 from mindspeed_cp.cluster.cluster import DEFAULT_CLUSTER, cluster_of
@@ -39,9 +33,6 @@ context_parallel_suite: {{context_parallel_size: {ranks}, cluster: {cluster}}}
 """
 
 DTYPES = ("bf16", "fp32")
-MAX_SIMULATED_RANKS = 4096  # timelines of more ranks take minutes
-MAX_BATCHES = 1000
-MAX_HEADS_OR_CHANNELS = 2**14
 MAX_SAMPLE_ROWS = 8  # default for the rows of a training's first global batch
 TOKENS_PER_RANK = 4096  # default for drawn batches
 LENGTH_SAMPLE = 4096  # documents of a distribution by which the number of documents in a batch is estimated
@@ -140,7 +131,7 @@ def read_case(options: SimulateOptions) -> tuple[SimulationCase, list[Candidate]
     settings = make_settings(file)
     topology = settings.context_parallel_suite.topology
     _check_devices(settings, topology)
-    batches, source = _batches(options, topology.ranks, None if options.config is None else settings)
+    batches, source = read_batches(options, topology.ranks, None if options.config is None else settings)
     attention, suite, sizes = rank_attention(settings), settings.context_parallel_suite, {}
     layer = layer_cost(file, settings, attention)
     if has_linear_part(file):
@@ -180,37 +171,17 @@ def balance_notes(settings: Settings, shown: str) -> list[str]:
 def _read_settings_file(options: SimulateOptions) -> SettingsFile:
     """Return the settings with the options; without a file a node of the cluster, and 8 key/value heads if they divide
     the heads."""
-    for option, value in (
-        ("--heads", options.heads),
-        ("--kv-heads", options.kv_heads),
-        ("--head-dim", options.head_dim),
-    ):
-        if value is not None and not 1 <= value <= MAX_HEADS_OR_CHANNELS:
-            raise ConfigError(f"{option} {value}: valid: a whole number from 1 to {MAX_HEADS_OR_CHANNELS:,}")
     cluster = load_cluster(DEFAULT_CLUSTER if options.cluster is None else options.cluster)  # refuses ""
     devices = cluster.ranks_per_node
     file = read_options(options, BUILT_IN.format(ranks=devices, cluster=DEFAULT_CLUSTER))
-    if options.config is None and 1 < (tensor_ranks := _tensor_ranks(file)) <= devices:  # they share the node
+    if options.config is not None:
+        return file
+    settings = make_settings(file)
+    if 1 < (tensor_ranks := settings.train.tensor_model_parallel_size) <= devices:  # they share the node
         file = read_options(options, BUILT_IN.format(ranks=devices // tensor_ranks, cluster=DEFAULT_CLUSTER))
-    suite = file.data.get("context_parallel_suite")
-    ranks = suite.get("context_parallel_size") if isinstance(suite, dict) else None
-    if type(ranks) is int and ranks > MAX_SIMULATED_RANKS:
-        given_nodes = "" if options.nodes is None else f"--nodes {options.nodes}: "
-        raise ConfigError(
-            f"{given_nodes}{ranks:,} ranks; valid: at most {MAX_SIMULATED_RANKS:,}; a smaller system of the same kind "
-            "shows the same"
-        )
-    heads = file.data.get("model", {}).get("num_attention_heads") if options.config is None else None
-    if type(heads) is int and not heads % 8 and "model.num_query_groups" not in file.lines:
+    if not settings.model.num_attention_heads % 8 and "model.num_query_groups" not in file.lines:
         file = with_value(file, "model.num_query_groups", 8)
     return file
-
-
-def _tensor_ranks(file: SettingsFile) -> int:
-    """Return train.tensor_model_parallel_size of the settings, 1 if it is not given or no number."""
-    train = file.data.get("train")
-    ranks = train.get("tensor_model_parallel_size") if isinstance(train, dict) else None
-    return ranks if type(ranks) is int else 1
 
 
 def _check_devices(settings: Settings, topology: Topology) -> None:
@@ -225,17 +196,6 @@ def _check_devices(settings: Settings, topology: Topology) -> None:
             f"a node, a node needs {needed} devices, and one of {name} has {devices}; give --ranks-per-node "
             f"{max(1, devices // tensor_ranks)} and more --nodes"
         )
-
-
-def read_batch(config: Path | None, lengths: str | None, settings: Settings) -> Documents:
-    """Return one batch: drawn from the distribution `lengths`, or the first row of a training.
-
-    Raises:
-        ConfigError: there is no such distribution or corpus.
-    """
-    options = SimulateOptions(lengths=lengths, batches=1)
-    ranks = settings.context_parallel_suite.context_parallel_size
-    return _batches(options, ranks, None if config is None else settings)[0][0]
 
 
 def check_lengths_given(options: CaseOptions, file: SettingsFile) -> None:
@@ -298,34 +258,33 @@ def read_algorithms(text: str, own: Candidate | None = None) -> list[Candidate]:
     return algorithms
 
 
-def _batches(options: SimulateOptions, ranks: int, settings: Settings | None) -> tuple[tuple[Documents, ...], str]:
-    """Return the packed batches, and where they come from."""
+def read_batches(options: SimulateOptions, ranks: int, settings: Settings | None) -> tuple[tuple[Documents, ...], str]:
+    """Return the packed batches, and where they come from: --lengths, or the first rows of a training."""
     count, seed = options.batches or 1, options.seed or 0
-    if count > MAX_BATCHES:
-        raise ConfigError(f"--batches {count}: valid: 1 to {MAX_BATCHES}")
     if options.lengths is None:
         assert settings is not None
         return _rows(options, ranks, settings)
     listed = read_lengths(options.lengths)
     drawing = any(value is not None for value in (options.tokens_per_rank, options.batches, options.seed))
+    text = shortened(options.lengths, SHOWN)
     if listed is not None and not drawing:
-        check_size(options.lengths, listed, ranks)
-        return (Documents(listed),), f"the documents of --lengths {shortened(options.lengths, SHOWN)}"
+        _check_size(f"--lengths {text}", listed, ranks)
+        return (Documents(listed),), f"the documents of --lengths {text}"
     if settings is not None and options.tokens_per_rank is None:
         tokens, source = settings.data.seq_length, "data.seq_length"
     else:
         tokens_per_rank = TOKENS_PER_RANK if options.tokens_per_rank is None else options.tokens_per_rank
         tokens, source = ranks * tokens_per_rank, f"--tokens-per-rank {tokens_per_rank}"
-    if tokens > MAX_SIMULATED_TOKENS:
-        raise ConfigError(
-            f"{source}: {tokens:,} tokens over {ranks:,} ranks; valid: at most {MAX_SIMULATED_TOKENS:,} in a batch, "
-            f"which is {MAX_SIMULATED_TOKENS // ranks:,} for a rank"
-        )
     sample = sample_lengths(options.lengths, LENGTH_SAMPLE) if listed is None else listed[listed > 0]
-    check_size(options.lengths, sample, ranks, tokens)
-    text = shortened(options.lengths, SHOWN)
+    _check_size(f"--lengths {text}, {source}", sample, ranks, tokens)
     drawn = f"{count} batch{'es' * (count > 1)} of {tokens:,} tokens drawn from {text}, seed {seed}"
     return draw_batches(options.lengths, tokens, count, seed), drawn
+
+
+def _check_size(given: str, lengths: np.ndarray, ranks: int, tokens: int | None = None) -> None:
+    reason = simulation_limit(lengths, ranks, tokens)
+    if reason:
+        raise ConfigError(f"{given} over {ranks:,} ranks: {reason}; give fewer or shorter documents, or fewer ranks")
 
 
 def _rows(options: SimulateOptions, ranks: int, settings: Settings) -> tuple[tuple[Documents, ...], str]:
@@ -342,6 +301,7 @@ def _rows(options: SimulateOptions, ranks: int, settings: Settings) -> tuple[tup
     batch_size = settings.train.global_batch_size
     count = min(batch_size, MAX_SAMPLE_ROWS) if options.batches is None else options.batches
     rows = tuple(first_rows(settings, count))
+    _check_size("the rows of the training", rows[0].lengths, ranks)
     noun = "row" if count == 1 else "rows"
     number = f"{count} {noun}, from the first of the {batch_size}"
     if count == batch_size:

@@ -26,25 +26,21 @@ def convert(
         list[str] | None,
         typer.Argument(
             help="A launch script with its arguments, which is run with recorders in place of programs; or flags "
-            "behind --.",
-            show_default=False,
+            "behind --."
         ),
     ] = None,
     output: Annotated[
-        Path | None,
-        typer.Option(help="Write the settings to this file. Default: to the standard output.", show_default=False),
+        Path | None, typer.Option(help="Write the settings to this file. Default: to the standard output.")
     ] = None,
     env: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME=VALUE",
             help="A variable of the script's environment; NAME alone: with its value here. Repeatable.",
-            show_default=False,
         ),
     ] = None,
     command: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of the training, if the script starts several.", show_default=False),
+        int | None, typer.Option(min=1, help="Number of the training, if the script starts several.")
     ] = None,
     overrides: Annotated[
         list[str] | None,
@@ -52,7 +48,6 @@ def convert(
             "--set",
             metavar="KEY=VALUE",
             help="Give a setting in place of what a flag says, such as algorithm=direct. Repeatable.",
-            show_default=False,
         ),
     ] = None,
     as_json: AsJson = False,

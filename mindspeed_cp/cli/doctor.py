@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,40 +24,32 @@ def doctor(
         Path | None,
         typer.Option(
             help="File to write: which variants of the npu backend this NPU computes right, for the settings' "
-            "npu_profile.",
-            show_default=False,
+            "npu_profile."
         ),
     ] = None,
     row_seconds: Annotated[
-        float | None,
-        typer.Option(help="Time limit in seconds for each check of an NPU or GPU. Default: 60.", show_default=False),
+        float | None, typer.Option(help="Time limit in seconds for each check of an NPU or GPU. Default: 60.")
     ] = None,
     report: Annotated[
         Path | None,
         typer.Option(
             help="File to write: everything that was seen, as JSON, to attach to a question. Default: none; under "
-            "torchrun doctor-report.json.",
-            show_default=False,
+            "torchrun doctor-report.json."
         ),
     ] = None,
     link_seconds: Annotated[
         float | None,
-        typer.Option(
-            help="Under torchrun: seconds until a silent link counts as hung. Default: 20 between CPUs, 150.",
-            show_default=False,
-        ),
+        typer.Option(help="Under torchrun: seconds until a silent link counts as hung. Default: 20 between CPUs, 150."),
     ] = None,
     tokens_per_rank: Annotated[
         int | None,
-        typer.Option(
-            help="Under torchrun: tokens of the timed batch / ranks. Default: 1024 on a CPU, 8192.", show_default=False
-        ),
+        typer.Option(help="Under torchrun: tokens of the timed batch / ranks. Default: 1024 on a CPU, 8192."),
     ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Check this machine: versions, devices, and the attention operator against the fp64 reference.
 
-    Under torchrun on every rank, with all links, and every algorithm beside the simulator:
+    Under torchrun on every rank, with all links, and every algorithm against fp64:
     torchrun --nnodes 2 --nproc-per-node 8 ... -m mindspeed_cp doctor
     """
     from mindspeed_cp.report.files import check_output_path
@@ -70,53 +63,41 @@ def doctor(
         check_output_path("--report", report, (".json",))
     if find_spec("torch") is None:
         return _print_versions_alone(as_json)
-    from mindspeed_cp.doctor.launch import is_launched
+    from mindspeed_cp.doctor.links import is_launched, read_launch
 
+    machine_options = {"--npu-profile": npu_profile, "--row-seconds": row_seconds}
+    rank_options = {"--tokens-per-rank": tokens_per_rank, "--link-seconds": link_seconds}
     if is_launched():
-        one_process = "not under torchrun; run the doctor in one process on each machine"
-        _refuse({"--npu-profile": npu_profile, "--row-seconds": row_seconds}, one_process)
-        return _check_ranks(device, report, tokens_per_rank, link_seconds, as_json)
-    _refuse({"--tokens-per-rank": tokens_per_rank, "--link-seconds": link_seconds}, "only under torchrun; leave it out")
+        from mindspeed_cp.device.select import resolve_device_type
+        from mindspeed_cp.doctor.ranks import check_ranks
+
+        _refuse(machine_options, "not under torchrun; run the doctor in one process on each machine")
+        launch, kind, path = read_launch("doctor"), resolve_device_type(device), report or Path("doctor-report.json")
+        return check_ranks(launch, path, kind, tokens=tokens_per_rank, link_seconds=link_seconds, as_json=as_json)
+    _refuse(rank_options, "only under torchrun; leave it out")
+    from mindspeed_cp.doctor import run_checks, write_report
+    from mindspeed_cp.doctor.kernel_capability import check_profile_path, write_json
+
     if npu_profile is not None and device not in ("auto", "npu"):
         raise ConfigError(f"--npu-profile {npu_profile}: --device {device} has none; use --device npu, or leave it out")
-    return _check_machine(device, row_seconds, npu_profile, report, as_json)
+    if npu_profile is not None:
+        check_profile_path(npu_profile)
+    result = run_checks(device, row_seconds=row_seconds)
+    write_report(result, as_json=as_json)
+    if report is not None:
+        write_json("--report", report, result)
+    if npu_profile is not None:
+        if result["npu_profile"] is None:
+            raise ConfigError(f"--npu-profile {npu_profile}: no NPU was checked, so it was not written")
+        write_json("--npu-profile", npu_profile, result["npu_profile"])
+    return 0 if result["ok"] else 1
 
 
-def _refuse(options: dict[str, object], why: str) -> None:
+def _refuse(options: Mapping[str, object], why: str) -> None:
     """Raise ConfigError for the first option that is given."""
     for option, value in options.items():
         if value is not None:
             raise ConfigError(f"{option} {value}: {why}")
-
-
-def _check_ranks(
-    device: str, report: Path | None, tokens: int | None, link_seconds: float | None, as_json: bool
-) -> int:
-    from mindspeed_cp.device.select import resolve_device_type
-    from mindspeed_cp.doctor.launch import read_launch
-    from mindspeed_cp.doctor.ranks import check_ranks
-
-    launch, kind, path = read_launch("doctor"), resolve_device_type(device), report or Path("doctor-report.json")
-    return check_ranks(launch, path, kind, tokens=tokens, link_seconds=link_seconds, as_json=as_json)
-
-
-def _check_machine(
-    device: str, row_seconds: float | None, npu_profile: Path | None, report_path: Path | None, as_json: bool
-) -> int:
-    from mindspeed_cp.doctor import run_checks, write_report
-    from mindspeed_cp.doctor.kernel_capability import check_profile_path, write_json
-
-    if npu_profile is not None:
-        check_profile_path(npu_profile)
-    report = run_checks(device, row_seconds=row_seconds)
-    write_report(report, as_json=as_json)
-    if report_path is not None:
-        write_json("--report", report_path, report)
-    if npu_profile is not None:
-        if report["npu_profile"] is None:
-            raise ConfigError(f"--npu-profile {npu_profile}: no NPU was checked, so it was not written")
-        write_json("--npu-profile", npu_profile, report["npu_profile"])
-    return 0 if report["ok"] else 1
 
 
 def _print_versions_alone(as_json: bool) -> int:

@@ -1,17 +1,19 @@
-"""Document lengths of `--lengths`: a set, a file, or numbers; and batches drawn from them."""
+"""Documents of `--lengths`: a set, a file, or numbers; of `--tree`; batches drawn from them; and what they may take."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
-import resource
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from mindspeed_cp.data.lengths import length_names, load_lengths, sample_batch
+from mindspeed_cp.data.lengths import Lengths, length_names, load_lengths, sample_batch
 from mindspeed_cp.errors import ConfigError, shortened
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.layout.documents import MAX_TOKENS
@@ -20,12 +22,17 @@ from mindspeed_cp.schema.messages import closest_names, did_you_mean
 VALID_LENGTHS = "a set, a file with one length on a line, or lengths such as 700,30,4100"
 
 # Larger batches take minutes and GiB in the simulation of the even ring alone.
+MAX_SIMULATED_RANKS = 4096
 MAX_SIMULATED_TOKENS = 2**28  # of a batch
 MAX_RING_CHUNKS = 2**24  # chunks of documents over all ranks; also the most documents of a list
 
 SHOWN = 40  # characters of a list of lengths in a message
-MAX_LENGTHS_BYTES = 2**28  # of a file
+MAX_FILE_BYTES = 2**28  # of a file
 MENTIONED_BYTES = 2**31  # plans that take more are said to
+
+VALID_TREE = (
+    '{"lengths": [100, 20, 30], "parents": [-1, 0, 0]}, or {"trajectories": [[1, 2, 3], [1, 2, 4]]} with token numbers'
+)
 
 ADVICE = "give whole numbers >= 0, with spaces, commas or new lines between them"
 
@@ -43,37 +50,30 @@ def draw_batches(text: str, tokens: int, count: int, seed: int) -> tuple[Documen
         ConfigError: as :func:`read_lengths`, or no document has a token.
     """
     listed = read_lengths(text)
-    if listed is None:
-        return tuple(Documents(sample_batch(text, tokens, seed + i)) for i in range(count))
-    if not listed.any():
+    if listed is not None and not listed.any():
         raise ConfigError(f"--lengths {_shown(text)}: has no document with a token to draw")
-    nonempty = listed[listed > 0]
-    return tuple(Documents(_draw(nonempty, tokens, np.random.default_rng(seed + i))) for i in range(count))
+    source = text if listed is None else Lengths(text, listed=(listed[listed > 0],))
+    return tuple(Documents(sample_batch(source, tokens, seed + i)) for i in range(count))
 
 
-def check_size(text: str, lengths: np.ndarray, ranks: int, tokens: int | None = None) -> None:
-    """Raise ConfigError if there are too many documents to simulate.
+def simulation_limit(lengths: np.ndarray, ranks: int, tokens: int | None = None) -> str:
+    """Return why documents over ranks are too large to simulate; empty if they are not.
 
     Args:
-        text: value of --lengths.
         lengths: the documents, or a sample of the documents to draw.
         ranks: ranks; the even ring cuts each document into two chunks per rank.
         tokens: tokens of the batch to draw; None if `lengths` is the batch.
     """
     total = int(lengths.sum())
-    if tokens is None and total > MAX_SIMULATED_TOKENS:
-        raise ConfigError(
-            f"--lengths {_shown(text)}: {total:,} tokens; valid: at most {MAX_SIMULATED_TOKENS:,} in a batch; give "
-            "fewer documents, or draw from them with --tokens-per-rank"
-        )
     scale = 1.0 if tokens is None else tokens / max(1, total)
-    chunks = int(np.clip(lengths, 1, 2 * ranks).sum() * scale)
-    if chunks > MAX_RING_CHUNKS:
-        raise ConfigError(
-            f"--lengths {_shown(text)}: {int(len(lengths) * scale):,} documents over {ranks:,} ranks are {chunks:,} "
-            f"chunks for the even ring; valid: at most {MAX_RING_CHUNKS:,}; give fewer documents, fewer ranks, or less "
-            "with --tokens-per-rank"
-        )
+    for number, limit, what in (
+        (ranks, MAX_SIMULATED_RANKS, "ranks"),
+        (total if tokens is None else tokens, MAX_SIMULATED_TOKENS, "tokens"),
+        (int(np.clip(lengths, 1, 2 * ranks).sum() * scale), MAX_RING_CHUNKS, "chunks of documents for the even ring"),
+    ):
+        if number > limit:
+            return f"{number:,} {what}, and at most {limit:,} are simulated"
+    return ""
 
 
 def plan_bytes(documents: Documents, ranks: int, algorithm: str) -> float:
@@ -102,24 +102,14 @@ def check_memory(documents: Documents, ranks: int, algorithm: str) -> None:
 
 
 def free_bytes() -> float:
-    """Return the memory that this process may still take: that of the machine, within ulimit -v and its cgroup."""
+    """Return the memory that this process may still take: that of the machine, within its cgroup."""
     free = float("inf")
-    try:
+    with suppress(OSError, StopIteration):  # no Linux
         lines = Path("/proc/meminfo").read_text("ascii").splitlines()
         free = next(1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-        if limit != resource.RLIM_INFINITY:
-            used = int(Path("/proc/self/statm").read_text("ascii").split()[0]) * resource.getpagesize()
-            free = min(free, float(limit - used))
-    except (OSError, StopIteration):  # no Linux
-        pass
-    try:  # of a container
-        limit_text, used_text = (
-            Path(f"/sys/fs/cgroup/memory.{name}").read_text("ascii").strip() for name in ("max", "current")
-        )
-        free = min(free, float(int(limit_text) - int(used_text)))
-    except (OSError, ValueError):  # none, or "max"
-        pass
+    with suppress(OSError, ValueError):  # no container, or "max"
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text("ascii")) for name in ("max", "current"))
+        free = min(free, float(limit - used))
     return free
 
 
@@ -143,8 +133,8 @@ def read_lengths(text: str) -> np.ndarray | None:
             raise ConfigError(f"--lengths {text}: no such file; valid: {VALID_LENGTHS}; sets: {sets}")
         hint = did_you_mean(closest_names(text.lower(), length_names()))
         raise ConfigError(f"--lengths {text!r}: unknown length set; {hint}valid: {VALID_LENGTHS}; sets: {sets}")
-    if path.stat().st_size > MAX_LENGTHS_BYTES:
-        raise ConfigError(f"--lengths {path}: has {path.stat().st_size:,} bytes; valid: at most {MAX_LENGTHS_BYTES:,}")
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise ConfigError(f"--lengths {path}: has {path.stat().st_size:,} bytes; valid: at most {MAX_FILE_BYTES:,}")
     if path.suffix in (".yaml", ".yml", ".npy", ".npz"):
         return next(iter(load_lengths(text).listed), None)
     try:
@@ -175,33 +165,61 @@ def _parse_numbers(lines: Iterable[tuple[int | None, str]], name: str) -> np.nda
     """Return the whole numbers in (line number, text)."""
     lengths = []
     for number, line in lines:
-        empty = re.search(r"(?:^|[,;\[])\s*[,;]", line.rstrip())
-        if empty is not None:
-            location = "" if number is None else f" line {number}:"
-            raise ConfigError(f"{name}:{location} no length stands before a comma; {ADVICE}")
+        where = name if number is None else f"{name}: line {number}"
+        if re.search(r"(?:^|[,;\[])\s*[,;]", line.rstrip()):
+            raise ConfigError(f"{where}: no length stands before a comma; {ADVICE}")
         for match in re.finditer(r"[^\s,;\[\]]+", line):
             word = match[0]
-            too_long = word.isdecimal() and int(word.lstrip("0")[:20] or 0) > MAX_TOKENS
-            if re.fullmatch(r"[0-9]+", word) and not too_long:
-                lengths.append(int(word))
-                if len(lengths) > MAX_RING_CHUNKS:
-                    raise ConfigError(f"{name}: has more than {MAX_RING_CHUNKS:,} documents; give fewer")
-            else:
-                location = "" if number is None else f" line {number}:"
-                negative = re.fullmatch(r"-[0-9]+", word) is not None
-                problem = "is too long for a document" if too_long else "is negative" if negative else "is not a length"
-                raise ConfigError(f"{name}:{location} {_shown(word)!r} {problem}; {ADVICE}")
+            if not re.fullmatch(r"[0-9]+", word):
+                problem = "is negative" if re.fullmatch(r"-[0-9]+", word) else "is not a length"
+                raise ConfigError(f"{where}: {_shown(word)!r} {problem}; {ADVICE}")
+            if int(word.lstrip("0")[:20] or 0) > MAX_TOKENS:
+                raise ConfigError(f"{where}: {_shown(word)!r} is too long for a document; {ADVICE}")
+            lengths.append(int(word))
+            if len(lengths) > MAX_RING_CHUNKS:
+                raise ConfigError(f"{name}: has more than {MAX_RING_CHUNKS:,} documents; give fewer")
     if not lengths:
         raise ConfigError(f"{name}: there are no lengths in it; {ADVICE}")
     return np.array(lengths, np.int64)
 
 
-def _draw(lengths: np.ndarray, tokens: int, random: np.random.Generator) -> np.ndarray:
-    """Draw documents with replacement until the batch is full; cut the last one."""
-    drawn = np.zeros(0, np.int64)
-    while drawn.sum() < tokens:
-        drawn = np.concatenate([drawn, np.minimum(random.choice(lengths, max(64, len(drawn))), tokens)])
-    ends = np.cumsum(drawn)
-    drawn = drawn[: int(np.searchsorted(ends, tokens)) + 1]
-    drawn[-1] -= ends[len(drawn) - 1] - tokens
-    return drawn
+def read_trees(path: Path) -> Documents:
+    """Read the trees of a file, those of its lines one after the other.
+
+    Args:
+        path: a file of JSON lines, each with "lengths" and "parents" of documents, or with "trajectories", of which
+            shared prefixes are found.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line is not of these; names the line.
+    """
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"--tree {path}: has {path.stat().st_size:,} bytes; valid: at most {MAX_FILE_BYTES:,}")
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--tree {path}: {error}; valid: a file of lines such as {VALID_TREE}") from None
+    lengths: list[int] = []
+    parents: list[int] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            documents = _documents(json.loads(line))
+        except (ValueError, RecursionError, ConfigError) as error:
+            raise ConfigError(f"--tree {path}, line {number}: {error}") from None
+        parents += [parent + len(lengths) if parent >= 0 else -1 for parent in documents.parents.tolist()]
+        lengths += documents.lengths.tolist()
+    if not lengths:
+        raise ConfigError(f"--tree {path}: no document; valid: lines such as {VALID_TREE}")
+    return Documents(lengths, parents)
+
+
+def _documents(entry: Any) -> Documents:
+    """Return the documents of one line."""
+    keys = set(entry) if isinstance(entry, dict) else set()
+    if keys == {"trajectories"} and isinstance(entry["trajectories"], list):
+        return Documents.from_trajectories(entry["trajectories"], must_share=False).documents
+    if keys == {"lengths", "parents"} and all(isinstance(entry[key], list) for key in keys):
+        return Documents(entry["lengths"], entry["parents"])
+    raise ConfigError(f"{json.dumps(entry)[:60]} is not a tree; valid: {VALID_TREE}")

@@ -17,10 +17,8 @@ import typer
 from mindspeed_cp.cli.calibrate import calibrate
 from mindspeed_cp.cli.convert import convert
 from mindspeed_cp.cli.doctor import doctor
-from mindspeed_cp.cli.options import command_of
-from mindspeed_cp.cli.plan import plan
+from mindspeed_cp.cli.options import PlanOptions, SimulateOptions, command_of
 from mindspeed_cp.cli.report import report
-from mindspeed_cp.cli.simulate import simulate
 from mindspeed_cp.cli.train import train
 from mindspeed_cp.errors import (
     MESSAGE_LIMIT,
@@ -62,9 +60,9 @@ def _common(
 
 
 app.command()(train)
-app.command()(command_of(plan))
+app.command()(command_of(PlanOptions, "plan"))
 app.command()(calibrate)
-app.command()(command_of(simulate))
+app.command()(command_of(SimulateOptions, "simulate"))
 app.command()(report)
 app.command()(convert)
 app.command()(doctor)

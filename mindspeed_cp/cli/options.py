@@ -8,8 +8,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -20,35 +21,31 @@ Overrides = Annotated[
         "--set",
         metavar="KEY=VALUE",
         help="Replace a setting: section.key, or the key alone if one section has it. Repeatable.",
-        show_default=False,
     ),
 ]
 Cluster = Annotated[
     str | None,
-    typer.Option(
-        help="A preset (docs/simulate.md lists them) or a YAML file. Default: of the settings, or a2.",
-        show_default=False,
-    ),
+    typer.Option(help="A preset (docs/simulate.md lists them) or a YAML file. Default: of the settings, or a2."),
 ]
 
-_Options = TypeVar("_Options")
+
+def _size(what: str) -> Any:
+    return typer.Option(min=1, max=2**14, help=f"{what}. Default: of the settings.")
 
 
-def command_of(function: Callable[[_Options], int]) -> Callable[..., int]:
-    """Return a function for typer that takes the fields of the dataclass which is the only argument of `function`."""
-    (name,) = inspect.signature(function).parameters
-    kind: Any = get_type_hints(function)[name]
+def command_of(kind: type[Any], name: str) -> Callable[..., int]:
+    """Return a command for typer: its options are the fields of a dataclass and its help the docstring; it imports
+    `mindspeed_cp.cli.<name>` when it is called, and calls `run` there."""
     hints = get_type_hints(kind, include_extras=True)
 
     def command(**values: Any) -> int:
-        return function(kind(**values))
+        return int(import_module(f"mindspeed_cp.cli.{name}").run(kind(**values)))
 
-    command.__name__, command.__doc__ = function.__name__, function.__doc__
+    command.__name__, command.__doc__ = name, kind.__doc__
     command.__annotations__ = {field.name: hints[field.name] for field in fields(kind)}
     parameters = [
-        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=hint)
-        for field in fields(kind)
-        for hint in (hints[field.name],)
+        inspect.Parameter(x.name, inspect.Parameter.KEYWORD_ONLY, default=x.default, annotation=hints[x.name])
+        for x in fields(kind)
     ]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return command
@@ -59,84 +56,68 @@ class CaseOptions:
     """The options of `plan` and `simulate` that say what is planned and where; None: not given."""
 
     config: Annotated[
-        Path | None,
-        typer.Argument(help="Settings of a training, a YAML file. Default: built-in sizes.", show_default=False),
+        Path | None, typer.Argument(help="Settings of a training, a YAML file. Default: built-in sizes.")
     ] = None
     lengths: Annotated[
         str | None,
         typer.Option(
-            help="Document lengths: 700,30,4100; or a file with one per line; or a set such as wikipedia or prolong.",
-            show_default=False,
+            help="Document lengths: 700,30,4100; or a file with one per line; or a set such as wikipedia or prolong."
         ),
     ] = None
     ranks: Annotated[
         int | None,
-        typer.Option(
-            "--ranks",
-            "--cp",
-            min=1,
-            help="Context-parallel ranks of all nodes. Default: of the settings.",
-            show_default=False,
-        ),
+        typer.Option("--ranks", "--cp", min=1, help="Context-parallel ranks of all nodes. Default: of the settings."),
     ] = None
-    nodes: Annotated[
-        int | None, typer.Option(min=1, help="Nodes. Default: of the settings, or 1.", show_default=False)
-    ] = None
-    ranks_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Ranks of a node. Default: of the settings.", show_default=False)
-    ] = None
-    heads: Annotated[int | None, typer.Option(help="Query heads. Default: of the settings.", show_default=False)] = None
-    kv_heads: Annotated[
-        int | None, typer.Option(help="Key/value heads. Default: of the settings.", show_default=False)
-    ] = None
-    head_dim: Annotated[
-        int | None, typer.Option(help="Channels of a head. Default: of the settings.", show_default=False)
-    ] = None
-    dtype: Annotated[
-        str | None, typer.Option(help="bf16 or fp32. Default: of the settings, or bf16.", show_default=False)
-    ] = None
+    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes. Default: of the settings, or 1.")] = None
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks of a node. Default: of the settings.")] = None
+    heads: Annotated[int | None, _size("Query heads")] = None
+    kv_heads: Annotated[int | None, _size("Key/value heads")] = None
+    head_dim: Annotated[int | None, _size("Channels of a head")] = None
+    dtype: Annotated[str | None, typer.Option(help="bf16 or fp32. Default: of the settings, or bf16.")] = None
     overrides: Overrides = None
-    png: Annotated[Path | None, typer.Option(help="Draw a picture.", show_default=False)] = None
+    png: Annotated[Path | None, typer.Option(help="Draw a picture.")] = None
     as_json: AsJson = False
 
 
 @dataclass(frozen=True)
 class PlanOptions(CaseOptions):
-    """The options of `plan`."""
+    """Show how a packed batch is split over ranks: layout, tiles, balance, bytes sent, buffers, modelled time.
+
+    Without a settings file: 4 ranks, 8 heads of 64 channels in bf16, ring.
+
+    mindspeed-cp plan --lengths 700,30,4100 --algorithm hybrid --set ulysses_degree=2 --png map.png
+    """
 
     kv_lengths: Annotated[
-        str | None,
-        typer.Option(help="Cross-attention: lengths of each document's keys; full mask only.", show_default=False),
+        str | None, typer.Option(help="Cross-attention: lengths of each document's keys; full mask only.")
     ] = None
     tree: Annotated[
         Path | None,
         typer.Option(
-            help="Documents that continue others: a file of lines with lengths and parents, or with trajectories.",
-            show_default=False,
+            help="Documents that continue others: a file of lines with lengths and parents, or with trajectories."
         ),
     ] = None
     mask: Annotated[str, typer.Option(help="causal or full.")] = "causal"
-    algorithm: Annotated[
-        str | None,
-        typer.Option(help="Name, as in the settings; its options are given by --set.", show_default=False),
-    ] = None
+    algorithm: Annotated[str | None, typer.Option(help="Name, as in the settings; its options are given by --set.")] = (
+        None
+    )
     verify: Annotated[bool, typer.Option("--verify", help="Prove the plan.")] = False
 
 
 @dataclass(frozen=True)
 class SimulateOptions(CaseOptions):
-    """The options of `simulate`."""
+    """Compare algorithms on documents and a cluster, before anything runs: modelled time of a layer and its parts.
+
+    Without a settings file: one node of the cluster, 32 heads and 8 key/value heads of 128 channels in bf16.
+
+    mindspeed-cp simulate --lengths wikipedia --cluster a2 --nodes 4 --png out.png
+    """
 
     cluster: Cluster = None
-    tokens_per_rank: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of drawn batches. Default: 4096.", show_default=False)
-    ] = None
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed of drawn batches. Default: 0.", show_default=False)] = (
-        None
-    )
+    tokens_per_rank: Annotated[int | None, typer.Option(min=1, help="Tokens of drawn batches. Default: 4096.")] = None
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of drawn batches. Default: 0.")] = None
     batches: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of batches; the table shows their means. Default: 1.", show_default=False),
+        int | None, typer.Option(min=1, max=1000, help="Number of batches; the table shows their means. Default: 1.")
     ] = None
     algorithms: Annotated[
         str, typer.Option(help="all, or names with options after colons, such as ring,direct:prefetch=4")
@@ -147,14 +128,9 @@ class SimulateOptions(CaseOptions):
     ] = "fair"
     show: Annotated[
         str | None,
-        typer.Option(
-            help="Names of the algorithms in --png and --trace. Default: the fastest and the even ring.",
-            show_default=False,
-        ),
+        typer.Option(help="Names of the algorithms in --png and --trace. Default: the fastest and the even ring."),
     ] = None
-    trace: Annotated[
-        Path | None, typer.Option(help="Write timelines for ui.perfetto.dev (JSON).", show_default=False)
-    ] = None
+    trace: Annotated[Path | None, typer.Option(help="Write timelines for ui.perfetto.dev (JSON).")] = None
     choose: Annotated[
         bool, typer.Option("--choose", help="Try options of all algorithms too, and recommend one in three lines.")
     ] = False

@@ -16,19 +16,13 @@ def report(
         str | None,
         typer.Option(
             help="Cluster of the prediction: a preset (docs/simulate.md lists them) or a YAML file of calibrate. "
-            "Default: the run's context_parallel_suite.cluster, else a2.",
-            show_default=False,
+            "Default: the run's context_parallel_suite.cluster, else a2."
         ),
     ] = None,
-    steps: Annotated[
-        list[int] | None, typer.Option("--step", help="Only this step; may be repeated.", show_default=False)
-    ] = None,
+    steps: Annotated[list[int] | None, typer.Option("--step", help="Only this step; may be repeated.")] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(
-            help="Write the last of the steps as one Perfetto trace: all ranks, and one modelled layer.",
-            show_default=False,
-        ),
+        typer.Option(help="Write the last of the steps as one Perfetto trace: all ranks, and one modelled layer."),
     ] = None,
     as_json: AsJson = False,
 ) -> int:
@@ -36,27 +30,26 @@ def report(
     import json
 
     from mindspeed_cp.report.files import check_output_path
-    from mindspeed_cp.report.predicted_vs_measured import (
+    from mindspeed_cp.report.step_trace import (
         compare_with_prediction,
         predicted_vs_measured_dict,
         predicted_vs_measured_tables,
+        write_comparison_trace,
     )
+    from mindspeed_cp.report.text import print_tables
 
     if trace is not None:  # before anything is read and simulated
         check_output_path("--trace", trace, [".json"])
     result = compare_with_prediction(run, cluster, steps or ())
     if trace is not None:
-        from mindspeed_cp.report.predicted_vs_measured import write_comparison_trace
-
         write_comparison_trace(result, trace)
+    values = predicted_vs_measured_dict(result)
     if as_json:
-        print(json.dumps(predicted_vs_measured_dict(result), allow_nan=False))
+        print(json.dumps(values, allow_nan=False))
         return 0
-    from mindspeed_cp.report.text import print_tables
-
     if result.not_comparable is not None:
         print(result.not_comparable)
-    print_tables(predicted_vs_measured_tables(result))
+    print_tables(predicted_vs_measured_tables(values))
     for note in result.notes:
         print(f"note: {note}")
     if trace is not None:

@@ -85,17 +85,19 @@ def length_names() -> list[str]:
     return sorted(path.stem for path in DISTRIBUTIONS.glob("*.yaml"))
 
 
-def load_lengths(name_or_path: str | Path, folder: str | Path | None = None) -> Lengths:
+def load_lengths(name_or_path: str | Path | Lengths, folder: str | Path | None = None) -> Lengths:
     """Load a distribution.
 
     Args:
         name_or_path: an installed name, such as "wikipedia"; a YAML file with the same keys; or an .npz or .npy file of
-            lengths, the .npz with an array called `lengths`.
+            lengths, the .npz with an array called `lengths`; or what was loaded.
         folder: folder with real lengths of installed names as `<name>.npz`, which replace the bins.
 
     Raises:
         ConfigError: the name is unknown (the message lists the names), or the file does not exist or is invalid.
     """
+    if isinstance(name_or_path, Lengths):
+        return name_or_path
     valid = f"{', '.join(length_names())}, or the path of a file"
     check_type("lengths", name_or_path, (str, Path), valid)
     check_type("folder", folder, (str, Path, type(None)), "the path of a folder, or None")
@@ -138,7 +140,7 @@ def sample_lengths(name_or_path: str | Path, count: int, seed: int = 0, folder: 
 
 
 def sample_batch(
-    name_or_path: str | Path,
+    name_or_path: str | Path | Lengths,
     tokens: int,
     seed: int = 0,
     longest: int | None = None,

@@ -1,11 +1,11 @@
 """`mindspeed-cp doctor` and `mindspeed-cp calibrate`: check and measure a machine, or all ranks that torchrun started.
 
 one machine    run_checks    machine.py            versions, devices
-                             operator.py           the operator against fp64 (reference.py), in a process that may hang
+                             operator.py           the operator against fp64, in a process that may hang
                                                    or crash (guarded.py)
                              kernel_capability.py  the rows that make the profile of an NPU
-all ranks      ranks.py      the same facts and operators on every rank, links, and algorithms (algorithm_run.py)
-                             beside the simulator; findings.py says what the figures mean
+all ranks      ranks.py      the same facts and operators on every rank, links, and algorithms;
+                             findings.py says what the figures mean
 a preset       calibrate.py  kernel_timing.py and links.py, fitted by mindspeed_cp/cluster
 """
 

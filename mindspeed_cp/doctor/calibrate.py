@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,13 +21,21 @@ from mindspeed_cp.cluster.calibration import (
 from mindspeed_cp.cluster.cluster import Cluster, load_cluster
 from mindspeed_cp.device.select import load_npu, resolve_device_type
 from mindspeed_cp.doctor.kernel_timing import KernelSizes, measure_kernels
-from mindspeed_cp.doctor.launch import Launch, is_launched, read_launch
-from mindspeed_cp.doctor.links import TIMEOUT, LinkTimer, join_process_group, measure_links, measure_local_links
+from mindspeed_cp.doctor.links import (
+    TIMEOUT,
+    LinkTimer,
+    is_launched,
+    join_process_group,
+    measure_links,
+    measure_local_links,
+    read_launch,
+)
 from mindspeed_cp.doctor.machine import device_memory, device_name, rank_device
 from mindspeed_cp.doctor.operator import DTYPES
-from mindspeed_cp.doctor.tables import cluster_tables
 from mindspeed_cp.errors import ConfigError, PeerError
-from mindspeed_cp.report.text import print_tables
+from mindspeed_cp.plan import AttentionConfig
+from mindspeed_cp.report.files import check_output_path
+from mindspeed_cp.report.text import Table, print_tables
 
 #: Devices that can be measured: rows of the largest tile, and hidden size of the matrix products.
 MAX_TILE_ROWS, HIDDEN_SIZE = {"cpu": 2048, "npu": 16384}, {"cpu": 1024, "npu": 4096}
@@ -38,20 +45,7 @@ BAD_FIT_ERROR = 0.15
 
 @dataclass(frozen=True)
 class CalibrationRequest:
-    """The arguments of the command.
-
-    Attributes:
-        out: file of the preset.
-        overwrite: True to replace an existing file.
-        device: "auto" or a key of MAX_TILE_ROWS.
-        nproc: local ranks to start for measuring links; 1: none; None: all devices, or 2 on a CPU.
-        base: preset for the values that are not measured.
-        name: name of the preset; None: that of the file.
-        peak_flops: peak of one device in FLOP/s; None: that of the base, or the highest measured rate.
-        heads, kv_heads, head_dim, dtype: attention that is timed.
-        longest: rows of the largest tile.
-        seconds: approximate time for the kernels.
-    """
+    """The options of the command, by their names (`mindspeed_cp/cli/calibrate.py`); None: not given."""
 
     out: Path
     overwrite: bool
@@ -77,20 +71,9 @@ class CalibrationRequest:
             raise ConfigError(f"--device {self.device}: cannot be calibrated; valid: auto, {', '.join(MAX_TILE_ROWS)}")
         if self.dtype not in DTYPES:
             raise ConfigError(f"--dtype {self.dtype}: valid: bf16, fp16, fp32")
-        if self.out.suffix not in (".yaml", ".yml"):
-            raise ConfigError(f"{self.out}: must end in .yaml; presets are read by that name")
+        check_output_path("calibrate", self.out, (".yaml", ".yml"))
         if self.out.exists() and not self.overwrite:
             raise ConfigError(f"{self.out}: is there already; give another name, or --overwrite")
-        if not self.out.parent.is_dir():
-            raise ConfigError(f"{self.out}: the folder {self.out.parent} does not exist")
-        for option, value, least in (
-            ("--heads", self.heads, 1),
-            ("--head-dim", self.head_dim, 1),
-            ("--longest", 1024 if self.longest is None else self.longest, 256),
-            ("--nproc", 1 if self.nproc is None else self.nproc, 1),
-        ):
-            if value < least:
-                raise ConfigError(f"{option} {value}: must be {least} or more")
         if self.heads % (self.kv_heads or self.heads):
             raise ConfigError(f"--kv-heads {self.kv_heads}: must divide --heads {self.heads}")
         if not 0 < self.seconds <= 3600:
@@ -113,7 +96,11 @@ def run_calibration(request: CalibrationRequest, *, as_json: bool) -> None:
     if rank:
         return
     device = rank_device(kind, 0)
-    measurements = [*links, *_measure_kernels(request, device)]
+    attention = AttentionConfig(request.heads, request.kv_heads or request.heads, request.head_dim)
+    longest, hidden_size = request.longest or MAX_TILE_ROWS[kind], HIDDEN_SIZE[kind]
+    with torch.no_grad():
+        sizes = KernelSizes(attention, longest, hidden_size, DTYPES[request.dtype], request.seconds)
+        measurements = [*links, *measure_kernels(device, sizes)]
     fits = MeasuredFits.from_measurements(measurements, ranks or (1 if base is None else base.ranks_per_node))
     cluster, sources = assemble_cluster(
         request.name or request.out.stem,
@@ -123,8 +110,8 @@ def run_calibration(request: CalibrationRequest, *, as_json: bool) -> None:
         base=base,
         peak_flops=request.peak_flops,
     )
-    sizes = f"{request.dtype}, {request.heads} heads of {request.head_dim}"
-    title = f"Fitted by mindspeed-cp calibrate on {device_name(device)}, {sizes}"
+    heads = f"{request.dtype}, {request.heads} heads of {request.head_dim}"
+    title = f"Fitted by mindspeed-cp calibrate on {device_name(device)}, {heads}"
     write_preset(request.out, cluster, sources, title)
     _print(request.out, cluster, sources, fits, measurements, as_json=as_json)
 
@@ -138,7 +125,14 @@ def _measure_links(
         raise ConfigError(f"--nproc {request.nproc}: the launcher has set the number of ranks; leave --nproc out")
     if launched:
         launch = read_launch("calibrate OUT.yaml")
-        return _measure_launched(kind, launch), launch.ranks_per_node, launch.rank
+        device = rank_device(kind, launch.local_rank)
+        join_process_group(device, TIMEOUT)
+        try:
+            return measure_links(LinkTimer(device), launch.ranks_per_node), launch.ranks_per_node, launch.rank
+        except PeerError as error:
+            raise PeerError(f"calibrate: {error}") from error
+        finally:
+            dist.destroy_process_group()
     devices = None if kind == "cpu" else int(load_npu("--device npu", "--device cpu").device_count())
     ranks = request.nproc or devices or 2
     if ranks == 1:
@@ -154,27 +148,6 @@ def _measure_links(
     return measure_local_links(kind, ranks), ranks, 0
 
 
-def _measure_launched(kind: str, launch: Launch) -> list[Measurement]:
-    device = rank_device(kind, launch.local_rank)
-    join_process_group(device, TIMEOUT)
-    try:
-        return measure_links(LinkTimer(device), launch.ranks_per_node)
-    except PeerError as error:
-        raise PeerError(f"calibrate: {error}") from error
-    finally:
-        dist.destroy_process_group()
-
-
-def _measure_kernels(request: CalibrationRequest, device: torch.device) -> list[Measurement]:
-    longest = request.longest or MAX_TILE_ROWS[device.type]
-    sizes = KernelSizes(
-        request.heads, request.kv_heads or request.heads, request.head_dim, longest, HIDDEN_SIZE[device.type],
-        DTYPES[request.dtype], request.seconds,
-    )  # fmt: skip
-    with torch.no_grad():
-        return measure_kernels(device, sizes)
-
-
 def _print(
     path: Path,
     cluster: Cluster,
@@ -184,18 +157,27 @@ def _print(
     *,
     as_json: bool,
 ) -> None:
-    report: dict[str, Any] = {
-        "file": str(path),
-        "cluster": dict(cluster),
-        "sources": sources,
-        "fits": fits.table(),
-        "together": {"in_node_all": fits.in_node_all, "network_all": fits.network_all},
-    }
+    errors, together = fits.table(), {"in_node_all": fits.in_node_all, "network_all": fits.network_all}
     if as_json:
-        print(json.dumps({**report, "measurements": [asdict(measurement) for measurement in measurements]}))
+        rows = [asdict(measurement) for measurement in measurements]
+        report = {"file": str(path), "cluster": dict(cluster), "sources": sources, "fits": errors}
+        print(json.dumps({**report, "together": together, "measurements": rows}))
         return
-    print_tables(cluster_tables(report))
-    for name, row in report["fits"].items():
+    values = [
+        (key, f"{value:.4g}" if isinstance(value, float) else str(value), sources[key])
+        for key, value in dict(cluster).items()
+    ]
+    fit_rows = [
+        (name, str(row["points"]), f"{row['median_error']:.1%}", f"{row['largest_error']:.1%}")
+        for name, row in errors.items()
+    ]
+    tables = [
+        Table(f"Cluster {cluster.name}", ("", "value", "from"), tuple(values)),
+        Table("Fit: |modelled / measured - 1|", ("", "points", "median", "largest"), tuple(fit_rows)),
+    ]
+    rates = tuple((name, f"{rate:.4g}") for name, rate in together.items() if rate is not None)
+    print_tables([*tables, *([Table("All at once, as measured", ("", "bytes/second"), rates)] if rates else [])])
+    for name, row in errors.items():
         if row["median_error"] > BAD_FIT_ERROR:
             print(
                 f"note: {name} is off by {row['median_error']:.0%} as a rule; if this machine was busy, calibrate again"

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from statistics import mean, median, median_high
+from statistics import median, median_high
 from typing import Any
 
-from mindspeed_cp.doctor.tables import cluster_tables
 from mindspeed_cp.report.text import Table, format_bytes
 
 #: A device or link below these shares of the median of its kind is named.
 SLOW_DEVICE, SLOW_LINK = 0.85, 0.7
 HELD_UP = 0.7  # a link whose directions get less than this share of what they get alone
-BADLY_PREDICTED = 0.3  # mean error of the simulator
 
 BAD, WARNING, GOOD = "FAILED", "note", "ok"
 Finding = tuple[str, str]
@@ -45,19 +43,12 @@ def _operators(report: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _algorithms(report: dict[str, Any]) -> Iterator[Finding]:
-    runs = [row for row in report["algorithms"] if "measured" in row]
+    runs = [row for row in report["algorithms"] if "seconds" in row]
     wrong = [row for row in runs if row["wrong"] is not None]
     for row in wrong:
         yield BAD, f"{row['algorithm']}: {row['wrong']}"
     if runs and not wrong:
         yield GOOD, f"all {len(runs)} runs of algorithms agree with the fp64 reference"
-    if report["fit_error"] is not None:
-        yield WARNING, f"no cluster could be fitted, so nothing was simulated: {report['fit_error']}"
-    errors = [abs(row["predicted"] / row["measured"] - 1) for row in runs if row["predicted"]]
-    if errors:
-        level = WARNING if mean(errors) > BADLY_PREDICTED else GOOD
-        texts = f"{mean(errors):.0%} in the mean, {max(errors):.0%} at worst, over {len(errors)} runs"
-        yield level, f"simulated times after the fit are off by {texts}"
 
 
 def _ranks(report: dict[str, Any]) -> Iterator[Finding]:
@@ -150,7 +141,7 @@ def rate_text(rate: float) -> str:
 
 
 def rank_tables(report: dict[str, Any]) -> list[Table]:
-    """Return the tables: ranks, links, the fitted cluster, algorithms."""
+    """Return the tables: ranks, links, algorithms."""
     ranks = []
     for rank, facts in enumerate(report["ranks"]):
         rates = ["-", "-"]
@@ -165,19 +156,14 @@ def rank_tables(report: dict[str, Any]) -> list[Table]:
         rows = [row for row in report["links"] if row["kind"] == kind]
         if rows:
             tables.append(_link_table(f"Links {name}, GB/s from the rank of the line", rows))
-    if report["cluster"] is not None:
-        tables += cluster_tables(report["cluster"])
-    runs = [
-        (
-            row["algorithm"],
-            f"{row['measured'] * 1e3:,.2f}" if "measured" in row else "-",
-            f"{row['predicted'] * 1e3:,.2f}" if row.get("predicted") else "-",
-            f"refused: {row['refused']}" if "refused" in row else "ok" if row["wrong"] is None else "WRONG",
-        )
+    runs = tuple(
+        (row["algorithm"], "-", f"refused: {row['refused']}")
+        if "refused" in row
+        else (row["algorithm"], f"{row['seconds'] * 1e3:,.2f}", "ok" if row["wrong"] is None else "WRONG")
         for row in report["algorithms"]
-    ]
-    head = ("algorithm", "measured, ms", "simulated, ms", "result")
-    return [*tables, Table("One layer of attention, forward and backward", head, tuple(runs))] if runs else tables
+    )
+    title = "One layer of attention, forward and backward"
+    return [*tables, Table(title, ("algorithm", "ms", "result"), runs)] if runs else tables
 
 
 def _link_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import multiprocessing as mp
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from typing import Any
 
 #: Default limit of a row in seconds. On devices a row takes milliseconds; the first loads kernels.
@@ -36,9 +35,10 @@ class GuardedCall:
 
 @dataclass(frozen=True)
 class Failure:
-    """A call without a result, and why."""
+    """A call without a result, and why; `lost`: it hung or ended its process."""
 
     error: str
+    lost: bool = field(default=False, compare=False)
 
 
 def run_guarded(
@@ -55,65 +55,52 @@ def run_guarded(
         The result of each call, or a Failure: what it raised, or that it gave no result within the limit, ended its
         process, or was not made because one of its kind did.
     """
-    results: list[Any | Failure] = [Failure("was not made")] * len(calls)
+    results: dict[int, Any] = {}
     lost: dict[str, str] = {}
-    pending = list(range(len(calls)))
-    while pending:
-        skipped = [number for number in pending if calls[number].kind in lost]
-        for number in skipped:
-            results[number] = Failure(f"was not made, since one of its kind {lost[calls[number].kind]}")
-        pending = [number for number in pending if number not in skipped]
+    while len(lost) <= MAX_LOST_CALLS:
+        pending = {n: call for n, call in enumerate(calls) if n not in results and call.kind not in lost}
         if not pending:
             break
-        if len(lost) > MAX_LOST_CALLS:
-            return [
-                Failure(f"was not made, after {len(lost)} that hung or crashed") if number in pending else result
-                for number, result in enumerate(results)
-            ]
-        end = _serve_process([calls[number] for number in pending], setup, limit, results, pending)
-        if end is None:
-            return results
-        count, error = end
-        if count < 0:  # not even the start
-            return [Failure(error) if number in pending else result for number, result in enumerate(results)]
-        results[pending[count]] = Failure(error)
-        lost[calls[pending[count]].kind] = error
-        pending = pending[count + 1 :]
-    return results
+        start, *received = _results_of_process(list(pending.values()), setup, limit)
+        if isinstance(start, Failure):
+            return [results.get(n, start) for n in range(len(calls))]
+        results.update(zip(pending, received, strict=False))
+        if isinstance(received[-1], Failure) and received[-1].lost:
+            lost[list(pending.values())[len(received) - 1].kind] = received[-1].error
+    reasons = {kind: Failure(f"was not made, since one of its kind {end}") for kind, end in lost.items()}
+    given_up = Failure(f"was not made, after {len(lost)} that hung or crashed")
+    return [results.get(n, reasons.get(call.kind, given_up)) for n, call in enumerate(calls)]
 
 
-def _serve_process(
-    calls: Sequence[GuardedCall], setup: Callable[[], object], limit: float, results: list[Any], numbers: list[int]
-) -> tuple[int, str] | None:
-    """Make calls in one process and write their results. Returns None, or the index of the call that got lost and why;
-    -1: the start."""
+def _results_of_process(calls: Sequence[GuardedCall], setup: Callable[[], object], limit: float) -> list[Any]:
+    """Return the results of the setup and of the calls in one process, up to the first that got lost."""
     context = mp.get_context("spawn")
     pipe, child_pipe = context.Pipe()
     process = context.Process(target=_make_calls, args=(child_pipe, calls, setup), daemon=True)
     process.start()
     child_pipe.close()
+    results: list[Any] = []
     try:
-        for index in range(-1, len(calls)):
-            seconds = START_SECONDS if index < 0 else limit
+        while len(results) <= len(calls):
+            seconds = limit if results else START_SECONDS
             if not pipe.poll(seconds):
-                return index, f"gave no result within {seconds:g} s"
-            try:
-                result = pipe.recv()
-            except EOFError:
-                return index, _describe_end(process)
-            if index >= 0:
-                results[numbers[index]] = result
-            elif isinstance(result, Failure):
-                return index, result.error
-        return None
+                return [*results, Failure(f"gave no result within {seconds:g} s", lost=True)]
+            results.append(pipe.recv())
+        return results
+    except EOFError:
+        process.join()
+        code = process.exitcode or 0
+        end = f"by signal {-code}" if code < 0 else f"with exit code {code}"
+        return [*results, Failure(f"ended its process {end}", lost=True)]
     finally:
         process.kill()
         process.join()
 
 
 def _make_calls(pipe: Connection, calls: Sequence[GuardedCall], setup: Callable[[], object]) -> None:
-    pipe.send(_result(setup))
-    for call in calls:
+    start = _result(setup)
+    pipe.send(start)
+    for call in [] if isinstance(start, Failure) else calls:
         pipe.send(_result(call.function, *call.arguments))
 
 
@@ -122,9 +109,3 @@ def _result(function: Callable[..., Any], *arguments: Any) -> Any | Failure:
         return function(*arguments)
     except Exception as error:  # of any type: the other calls must still be made
         return Failure(" ".join(f"{type(error).__name__}: {error}".split())[:300])
-
-
-def _describe_end(process: BaseProcess) -> str:
-    process.join()
-    code = process.exitcode or 0
-    return f"ended its process by signal {-code}" if code < 0 else f"ended its process with exit code {code}"

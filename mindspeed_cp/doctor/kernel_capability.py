@@ -20,21 +20,24 @@ from torch import Tensor
 
 from mindspeed_cp.device.npu_profile import (
     DEFAULTS,
-    VARIANTS,
     Condition,
-    Need,
     NpuIdentity,
     NpuProfile,
     ProfileRow,
-    choose_variants,
     read_profile,
 )
 from mindspeed_cp.doctor.guarded import Failure, GuardedCall
-from mindspeed_cp.doctor.operator import DTYPES, MAX_DIFFERENCE, OperatorCase, plan_of
-from mindspeed_cp.doctor.reference import RESULT_NAMES, reference_inputs, reference_results, relative_difference
+from mindspeed_cp.doctor.operator import (
+    DTYPES,
+    MAX_DIFFERENCE,
+    RESULT_NAMES,
+    OperatorCase,
+    reference_inputs,
+    reference_results,
+    relative_difference,
+)
 from mindspeed_cp.engine import attend_in_process
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.layout import Documents
 from mindspeed_cp.ops.attention.npu.backend import NpuAttention
 from mindspeed_cp.ops.attention.npu.fused_operator import FusedOperator, TorchNpuOperator
 from mindspeed_cp.plan import AttentionConfig, Plan
@@ -85,7 +88,7 @@ def _case(
     **npu: str,
 ) -> CapabilityCase:
     """Return a case: `option` is what the row is about, `npu` the options that differ from the defaults."""
-    case = OperatorCase(name, lengths, attention, kv_lengths, (algorithm, ranks, {}), npu)
+    case = OperatorCase(name, lengths, attention, kv_lengths, (algorithm, ranks), npu)
     return CapabilityCase(option, npu.get(option, DEFAULTS[option]), case, condition or Condition())
 
 
@@ -188,7 +191,7 @@ def measure_capability(
     key = case.case.reference_key(seed)
     rows = [x.to(device, DTYPES[dtype], copy=True) for x in reference_inputs(key)]
     backend = NpuAttention(**case.case.npu, operator=TorchNpuOperator() if operator is None else operator)
-    plan = plan_of(case.case, Documents(case.case.lengths), Documents(case.case.kv_rows))
+    plan = case.case.make_plan()
     with deterministic_algorithms(case.condition.deterministic):
         first = _run(plan, rows, backend)
         start = time.perf_counter()
@@ -248,23 +251,6 @@ def profile_row(case: CapabilityCase, dtype: str, result: dict[str, Any] | Failu
 def make_profile(rows: Sequence[ProfileRow], identity: NpuIdentity) -> NpuProfile:
     """Return the profile of rows and of the device that they were measured on."""
     return NpuProfile(format=2, rows=list(rows), **vars(identity))
-
-
-def taken_by_profile(profile: NpuProfile) -> tuple[tuple[str, ...], ...]:
-    """Return a row for each type, with and without ALiBi: the variants of heads of 128 with windows, eight query heads
-    for a key head; or why there are none."""
-    rows = []
-    for dtype in dict.fromkeys(row.dtype for row in profile.rows):
-        for alibi in (False, True):
-            need = Need(dtype, alibi, window=True, widths=(128, 128), group=8, deterministic=False)
-            name = f"{dtype}, ALiBi" if alibi else dtype
-            try:
-                chosen = choose_variants(profile, "FILE", need, {})
-            except ConfigError:
-                rows.append((name, "none passed", *("-" for _ in list(VARIANTS)[1:])))
-                continue
-            rows.append((name, *(chosen[option] if option != "alibi" or alibi else "-" for option in VARIANTS)))
-    return tuple(rows)
 
 
 def check_profile_path(path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -38,16 +38,14 @@ class KernelSizes:
     """Sizes of the kernels.
 
     Attributes:
-        heads, kv_heads, head_dim: attention of one rank.
+        attention: attention of one rank; its mask is that of each tile.
         longest: rows of the largest tile.
         hidden_size: hidden size of the matrix products [tokens, hidden] x [hidden, hidden].
         dtype: type of all tensors.
         seconds: approximate duration of all measurements.
     """
 
-    heads: int
-    kv_heads: int
-    head_dim: int
+    attention: AttentionConfig
     longest: int
     hidden_size: int
     dtype: torch.dtype
@@ -56,11 +54,12 @@ class KernelSizes:
 
 @dataclass
 class TimedCall:
-    """A call to time, and the measurement that its time completes."""
+    """A call to time, the measurement that its least time completes, and how often it is made in a round."""
 
     measurement: Measurement
     run: Callable[[], None]
     calls: int = 1
+    seconds: float = float("inf")
 
 
 def measure_kernels(device: torch.device, sizes: KernelSizes) -> list[Measurement]:
@@ -78,21 +77,12 @@ def measure_kernels(device: torch.device, sizes: KernelSizes) -> list[Measuremen
     for case in cases:  # the first call allocates and compiles; the second is timed to choose the number of calls
         case.run()
         case.calls = max(1, int(BLOCK_SECONDS / max(_timed(case, device), 1e-7)))
-    return _rounds(cases, device, sizes.seconds)
-
-
-def _rounds(cases: list[TimedCall], device: torch.device, seconds: float) -> list[Measurement]:
-    seconds_of_cases: list[list[float]] = [[] for _ in cases]
-    end = time.monotonic() + seconds
-    rounds = 0
+    end, rounds = time.monotonic() + sizes.seconds, 0
     while rounds < MIN_ROUNDS or time.monotonic() < end:
-        for case, times in zip(cases, seconds_of_cases, strict=True):
-            times.append(_timed(case, device))
+        for case in cases:
+            case.seconds = min(case.seconds, _timed(case, device))
         rounds += 1
-    return [
-        Measurement(**{**vars(case.measurement), "seconds": min(times)})
-        for case, times in zip(cases, seconds_of_cases, strict=True)
-    ]
+    return [replace(case.measurement, seconds=case.seconds) for case in cases]
 
 
 def _timed(case: TimedCall, device: torch.device) -> float:
@@ -114,31 +104,24 @@ def _tiles(longest: int) -> list[tuple[int, int, str]]:
 
 def _powers(first: int, last: int) -> list[int]:
     """Return first, 2 * first, 4 * first .. up to last; at least first."""
-    sizes = [first]
-    while sizes[-1] * 2 <= last:
-        sizes.append(sizes[-1] * 2)
-    return sizes
+    return [first << power for power in range(64) if not power or first << power <= last]
 
 
 def attention_call(device: torch.device, sizes: KernelSizes, queries: int, keys: int, mask: str) -> TimedCall:
     """Return the forward and backward of one tile as one call, since cluster models cover both together."""
-    config = AttentionConfig(sizes.heads, sizes.kv_heads, sizes.head_dim, mask=mask)
+    config = replace(sizes.attention, mask=mask)
     runner: Any = get_backend(device.type)
     runner.check(config, sizes.dtype)
     documents, key_documents = Documents([queries]), Documents([keys])
     tiles = tiles_between(_span(queries), _span(keys), documents, config, *([] if queries == keys else [key_documents]))
     pairs = int(count_pairs(tiles, config).sum())
-    heads, kv, dim = sizes.heads, sizes.kv_heads, sizes.head_dim
+    heads, kv, dim = config.heads, config.kv_heads, config.head_dim
 
     def random(*size: int) -> torch.Tensor:
         return torch.randn(size, dtype=torch.float32).to(sizes.dtype).to(device)
 
-    q, k, v, dout = (
-        random(queries, heads, dim),
-        random(keys, kv, dim),
-        random(keys, kv, dim),
-        random(queries, heads, dim),
-    )
+    q, dout = random(queries, heads, dim), random(queries, heads, dim)
+    k, v = random(keys, kv, dim), random(keys, kv, dim)
     forward = runner.lower_forward(tiles, queries, config, sizes.dtype)[0, 0]
     backward = runner.lower_backward(tiles, queries, config, sizes.dtype)[0, 0]
     flops = 4.0 * pairs * heads * dim * (1.0 + ATTENTION_BACKWARD)

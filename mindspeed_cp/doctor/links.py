@@ -1,4 +1,4 @@
-"""Speeds of links: pairs of ranks, and messages of many sizes.
+"""The place of this process among the ranks that torchrun started, and speeds of their links: pairs, and many sizes.
 
 Messages use the transport of the engine (:class:`mindspeed_cp.comm.GroupTransport`): HCCL between NPUs, NCCL between
 GPUs, gloo between CPUs. `mindspeed-cp calibrate` fits a cluster to the messages of many sizes.
@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -35,11 +36,71 @@ TIMEOUT = 90.0  # seconds to wait for a rank
 
 PROBE_BYTES, PAIR_SECONDS, PAIR_ROUNDS = 1 << 16, 0.1, 4  # of a message between a pair
 
+#: Variables that torchrun sets.
+LAUNCH_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+
 #: Text of a wait in vain, whose cause is another rank.
 SILENT = "a rank is gone or silent"
 
 #: Texts by which a rank says that it could not begin, while others wait for it in vain.
 _CAUSES = ("Too many open files", "can't start new thread", "No space left")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A rank among all.
+
+    Attributes:
+        rank, ranks: number of this rank, and of all ranks; ranks are numbered node by node.
+        local_rank, ranks_per_node: number of this rank on its node, and of the ranks there.
+    """
+
+    rank: int
+    ranks: int
+    local_rank: int
+    ranks_per_node: int
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return self.ranks // self.ranks_per_node
+
+
+def is_launched() -> bool:
+    """Return True if a launcher has started this process as one of its ranks."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def read_launch(command: str) -> Launch:
+    """Read what torchrun tells a rank.
+
+    Args:
+        command: words of this command, for errors.
+
+    Raises:
+        ConfigError: the process was not started by torchrun, there is one rank only, or nodes have different numbers of
+            ranks.
+    """
+    start = f"torchrun --nnodes 2 --nproc-per-node 8 ... -m mindspeed_cp {command}"
+    missing = [name for name in (*LAUNCH_NUMBERS, "MASTER_ADDR") if not os.environ.get(name)]
+    if missing:
+        raise ConfigError(
+            f"{missing[0]} is not set, but RANK and WORLD_SIZE are; start the ranks with {start}, or one process "
+            "without these variables"
+        )
+    try:
+        rank, ranks, local_rank, per_node, _ = (int(os.environ[name]) for name in LAUNCH_NUMBERS)
+    except ValueError:
+        texts = ", ".join(f"{name}={os.environ[name]}" for name in LAUNCH_NUMBERS)
+        raise ConfigError(f"{texts}: must be whole numbers; start the ranks with {start}") from None
+    if ranks < 2:
+        raise ConfigError(f"WORLD_SIZE is {ranks}, and one rank has no links; valid: 2 or more (--nproc-per-node 2)")
+    if not 0 <= local_rank < per_node <= ranks or ranks % per_node or rank % per_node != local_rank:
+        raise ConfigError(
+            f"rank {rank} of {ranks} is local rank {local_rank} of {per_node}; valid: the same number of ranks on "
+            "every node, numbered node by node"
+        )
+    return Launch(rank, ranks, local_rank, per_node)
 
 
 def join_process_group(device: torch.device, seconds: float, **arguments: Any) -> None:
@@ -103,12 +164,13 @@ class LinkTimer:
         """Return the seconds of so many runs on this rank, from a barrier until the device is done; None: only wait."""
         synchronize(self.device)
         self.maximum(0.0)
+        if run is None:
+            return 0.0
         start = time.perf_counter()
-        for _ in range(repeats if run is not None else 0):
-            if run is not None:
-                run()
+        for _ in range(repeats):
+            run()
         synchronize(self.device)
-        return time.perf_counter() - start if run is not None else 0.0
+        return time.perf_counter() - start
 
     def slowest(self, run: Callable[[], None] | None, repeats: int = 1, rounds: int = 3) -> float:
         """Return the seconds of one run on the slowest rank, the least over rounds of `repeats` runs; one more round
@@ -131,7 +193,7 @@ class LinkTimer:
             sends = first == forward
             return self.exchange(label, [peer] if sends else [], [] if sends else [peer], size)
 
-        latency = self._round_trip(0, 1, 8, label, 16) / 2
+        latency = self._round_trip(1, 8, label, 16) / 2
         probe = max(self.slowest(one_way(True, PROBE_BYTES)) - latency, 1e-7)
         size = int(min(max(PROBE_BYTES, PROBE_BYTES * PAIR_SECONDS / probe), most))
         rates = {"latency": latency, "bytes": float(size)}
@@ -144,31 +206,26 @@ class LinkTimer:
             rates[name] = size / max(seconds - latency, seconds / 2)
         return rates
 
-    def _round_trip(self, first: int, second: int, size: int, label: str, repeats: int) -> float:
-        """Return the seconds of a message from one rank to another and back while the others wait."""
-        data = self.buffer(size)
+    def _round_trip(self, second: int, size: int, label: str, repeats: int) -> float:
+        """Return the seconds of a message from rank 0 to another and back while the others wait."""
+        data, peer = self.buffer(size), 0 if self.rank else second
 
         def run() -> None:
-            peer = second if self.rank == first else first
-            for sends in (True, False) if self.rank == first else (False, True):
+            for sends in (self.rank == 0, self.rank != 0):
                 self.transfer([Transfer(data, peer, sends, 0, label)])
 
-        return self.slowest(run if self.rank in (first, second) else None, repeats)
+        return self.slowest(run if self.rank in (0, second) else None, repeats)
 
-    def time_sizes(self, kind: str, first: int, second: int, largest: int) -> list[Measurement]:
-        """Time messages of many sizes between two ranks; a message takes half of a round trip."""
+    def time_sizes(self, kind: str, second: int, peers: Sequence[int]) -> list[Measurement]:
+        """Time messages of many sizes between rank 0 and another, of which each takes half of a round trip; then an
+        exchange in which every rank sends to all its peers at once, and receives as much from each."""
         measurements = []
-        for size in (size for size in SIZES if size <= largest):
-            repeats = max(4, min(200, BYTES_OF_A_SIZE * largest // SIZES[-1] // size // 8))
-            seconds = self._round_trip(first, second, size, kind, repeats) / 2
-            measurements.append(Measurement(kind, seconds, bytes=size))
-        return measurements
-
-    def time_all(self, kind: str, peers: Sequence[int], largest: int) -> Measurement:
-        """Time an exchange in which every rank sends to all its peers at once, and receives as much from each."""
-        size = min(BYTES_TO_EACH_PEER, largest)
+        for size in SIZES:
+            repeats = max(4, min(200, BYTES_OF_A_SIZE // size // 8))
+            measurements.append(Measurement(kind, self._round_trip(second, size, kind, repeats) / 2, bytes=size))
+        size = BYTES_TO_EACH_PEER
         seconds = self.slowest(self.exchange(kind, peers, peers, size) if peers else None, repeats=4)
-        return Measurement(kind, seconds, bytes=size * self.maximum(len(peers)))
+        return [*measurements, Measurement(f"{kind}_all", seconds, bytes=size * self.maximum(len(peers)))]
 
     def time_posting(self) -> Measurement:
         """Time the posting of messages of two tensors, as keys and values are, half of them sends, on the first two
@@ -187,14 +244,12 @@ class LinkTimer:
         return Measurement("posting", self.maximum(min(seconds, default=0.0)), calls=POSTED_MESSAGES)
 
 
-def measure_links(timer: LinkTimer, local_size: int, largest: Mapping[str, int] | None = None) -> list[Measurement]:
-    """Time messages of many sizes; every rank calls it.
+def measure_links(timer: LinkTimer, local_size: int) -> list[Measurement]:
+    """Time messages of many sizes, up to 16 MiB, which take minutes over slow links; every rank calls it.
 
     Args:
         timer: of the default process group.
         local_size: ranks of each node; ranks are numbered node by node.
-        largest: bytes of the largest message of "in_node" and of "network"; None: 16 MiB, which take minutes over slow
-            links.
 
     Returns:
         Measurements of "in_node" and "in_node_all" if a node has several ranks, of "network" and "network_all" if there
@@ -202,23 +257,15 @@ def measure_links(timer: LinkTimer, local_size: int, largest: Mapping[str, int] 
 
     Raises:
         PeerError: a rank died or did not answer.
-        ConfigError: the ranks do not make whole nodes.
     """
-    rank, size, largest = timer.rank, timer.size, largest or {}
-    if size % local_size:
-        raise ConfigError(f"{size} ranks do not make whole nodes of {local_size}; start as many on every node")
-    measurements: list[Measurement] = []
+    rank, measurements = timer.rank, []
     if local_size > 1:
-        most = largest.get("in_node", SIZES[-1])
         peers = [peer for peer in range(local_size) if peer != rank] if rank < local_size else []
-        measurements += timer.time_sizes("in_node", 0, 1, most)
-        measurements.append(timer.time_all("in_node_all", peers, most))
-    if size > local_size:
-        most = largest.get("network", SIZES[-1])
+        measurements += timer.time_sizes("in_node", 1, peers)
+    if timer.size > local_size:
         peers = [(rank + local_size) % (2 * local_size)] if rank < 2 * local_size else []
-        measurements += timer.time_sizes("network", 0, local_size, most)
-        measurements.append(timer.time_all("network_all", peers, most))
-    if timer.device.type == "cpu" and size > 1:  # beside a device the host is ahead
+        measurements += timer.time_sizes("network", local_size, peers)
+    if timer.device.type == "cpu" and timer.size > 1:  # beside a device the host is ahead
         measurements.append(timer.time_posting())
     return measurements
 

@@ -5,22 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from mindspeed_cp.algorithms import build_plan
-from mindspeed_cp.doctor.reference import (
-    DROPOUT_KEY,
-    RESULT_NAMES,
-    ReferenceKey,
-    reference_inputs,
-    reference_results,
-    relative_difference,
-)
 from mindspeed_cp.engine import attend_in_process
 from mindspeed_cp.layout import Documents
-from mindspeed_cp.ops.attention import attention, attention_backward, get_backend
+from mindspeed_cp.ops.attention import attention, attention_backward, dense_packed_attention, get_backend
 from mindspeed_cp.ops.attention.cuda.backend import CudaAttention
 from mindspeed_cp.ops.attention.npu.backend import NpuAttention
 from mindspeed_cp.plan import AttentionConfig, Plan, Topology
@@ -29,6 +23,59 @@ from mindspeed_cp.plan import AttentionConfig, Plan, Topology
 #: unit in the last place is 2e-3, and the kernels round the weights and the output once each; fp16 has 11.
 MAX_DIFFERENCE = {"fp32": 1e-5, "fp16": 3e-3, "bf16": 2e-2}
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+RESULT_NAMES = ("out", "lse", "dq", "dk", "dv")
+DROPOUT_KEY = (1234, 5)  # any seed and layer
+
+
+class ReferenceKey(NamedTuple):
+    """What a reference depends on: documents of queries and of keys, attention, and seed of the inputs."""
+
+    documents: Documents
+    kv_documents: Documents
+    attention: AttentionConfig
+    seed: int
+
+
+@lru_cache(maxsize=1)
+def reference_inputs(key: ReferenceKey) -> tuple[Tensor, ...]:
+    """Return q, k, v and dout, fp32 [rows, heads, width]: multiples of 1/16 below 8, which fp32, fp16 and bf16 hold, so
+    that one reference serves all three."""
+    attention = key.attention
+    generator = torch.Generator().manual_seed(key.seed)
+    rows, kv_rows = key.documents.tokens, key.kv_documents.tokens
+    shapes = (
+        (rows, attention.heads, attention.head_dim),
+        (kv_rows, attention.kv_heads, attention.head_dim),
+        (kv_rows, attention.kv_heads, attention.head_dim_v),
+        (rows, attention.heads, attention.head_dim_v),
+    )
+    return tuple((torch.randn(x, generator=generator) * 16).round().clamp(-127, 127) / 16 for x in shapes)
+
+
+@lru_cache(maxsize=1)
+def reference_results(key: ReferenceKey) -> dict[str, Tensor]:
+    """Return out, lse, dq, dk and dv of `reference_inputs`, fp64, by RESULT_NAMES.
+
+    Attention is :func:`mindspeed_cp.ops.attention.dense_packed_attention`, and gradients are autograd's.
+    """
+    q, k, v, dout = (x.double() for x in reference_inputs(key))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    dropout_key = DROPOUT_KEY if key.attention.dropout else None
+    out, lse = dense_packed_attention(
+        key.attention, q, k, v, key.documents, kv_documents=key.kv_documents, dropout_key=dropout_key
+    )
+    gradients = torch.autograd.grad(out, leaves, dout)
+    return dict(zip(RESULT_NAMES, (out.detach(), lse.detach(), *gradients), strict=True))
+
+
+def relative_difference(result: Tensor, reference: Tensor) -> float:
+    """Return the largest difference relative to max(1, largest value of the reference); infinite if the result has a
+    NaN or an infinite value that the reference does not have."""
+    equal = result.double() == reference  # also where both are -inf
+    differences = (result.double() - reference).abs().masked_fill(equal, 0.0)
+    scale = max(1.0, float(reference[reference.isfinite()].abs().max()))
+    largest = float(differences.max()) / scale
+    return largest if largest == largest else float("inf")
 
 
 @dataclass(frozen=True)
@@ -40,8 +87,7 @@ class OperatorCase:
         lengths: lengths of the documents.
         attention: configuration of the attention.
         kv_lengths: lengths of the keys, in cross-attention.
-        plan: algorithm, ranks and options of a plan that runs on all its ranks in this process; None: one call of the
-            operator.
+        plan: algorithm and ranks of a plan that runs on all its ranks in this process; None: one call of the operator.
         npu: options of the npu backend other than its defaults; only with a plan.
     """
 
@@ -49,17 +95,20 @@ class OperatorCase:
     lengths: list[int]
     attention: AttentionConfig
     kv_lengths: list[int] | None = None
-    plan: tuple[str, int, Mapping[str, Any]] | None = None
+    plan: tuple[str, int] | None = None
     npu: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def kv_rows(self) -> list[int]:
-        """Lengths of the keys."""
-        return self.lengths if self.kv_lengths is None else self.kv_lengths
 
     def reference_key(self, seed: int) -> ReferenceKey:
         """Return the key of the inputs and of the results that they should have."""
-        return ReferenceKey(tuple(self.lengths), tuple(self.kv_rows), self.attention, seed)
+        keys = self.lengths if self.kv_lengths is None else self.kv_lengths
+        return ReferenceKey(Documents(self.lengths), Documents(keys), self.attention, seed)
+
+    def make_plan(self) -> Plan:
+        """Return the plan of a case that has one."""
+        assert self.plan is not None
+        algorithm, ranks = self.plan
+        documents, keys, *_ = self.reference_key(0)
+        return build_plan(documents, Topology(1, ranks), self.attention, algorithm, keys)
 
 
 SHORT_CASES = (
@@ -81,33 +130,28 @@ LONG_CASES = (
     OperatorCase("full mask, past 2,048", [2200, 90], AttentionConfig(1, head_dim=32, mask="full")),
     OperatorCase("sliding window, past 2,048", [2400], AttentionConfig(1, head_dim=32, window=(2100, 0))),
     OperatorCase("ALiBi, past 2,048", [2300, 41], AttentionConfig(2, 1, 32, alibi=True)),
-    OperatorCase("a ring of 4", [2300, 41], AttentionConfig(2, 1, 32), plan=("ring", 4, {})),
-    OperatorCase("a ring of 3, ALiBi", [2205, 97], AttentionConfig(2, 1, 32, alibi=True), plan=("ring", 3, {})),
-    OperatorCase("a ring of 3, window", [1500, 97], AttentionConfig(2, 1, 32, window=(400, 0)), plan=("ring", 3, {})),
-    OperatorCase("all_gather, 3 ranks", [1801, 97], AttentionConfig(2, 1, 32), plan=("all_gather", 3, {})),
+    OperatorCase("a ring of 4", [2300, 41], AttentionConfig(2, 1, 32), plan=("ring", 4)),
+    OperatorCase("a ring of 3, ALiBi", [2205, 97], AttentionConfig(2, 1, 32, alibi=True), plan=("ring", 3)),
+    OperatorCase("a ring of 3, window", [1500, 97], AttentionConfig(2, 1, 32, window=(400, 0)), plan=("ring", 3)),
+    OperatorCase("all_gather, 3 ranks", [1801, 97], AttentionConfig(2, 1, 32), plan=("all_gather", 3)),
     OperatorCase(
-        "a ring of 3, ALiBi, full mask",
-        [901, 97],
-        AttentionConfig(2, 1, 32, mask="full", alibi=True),
-        plan=("ring", 3, {}),
+        "a ring of 3, ALiBi, full mask", [901, 97], AttentionConfig(2, 1, 32, mask="full", alibi=True), plan=("ring", 3)
     ),
     OperatorCase(
         "a ring of 3, npu_lowering: masks",
         [901, 97],
         AttentionConfig(2, 1, 32),
-        plan=("ring", 3, {}),
+        plan=("ring", 3),
         npu={"lowering": "masks"},
     ),
     OperatorCase(
         "a ring of 3, npu_merge: ring_update",
         [901, 97],
         AttentionConfig(2, 1, 64),
-        plan=("ring", 3, {}),
+        plan=("ring", 3),
         npu={"merge": "ring_update"},
     ),
-    OperatorCase(
-        "direct, 4 ranks, full mask", [1201, 97], AttentionConfig(2, 1, 32, mask="full"), plan=("direct", 4, {})
-    ),
+    OperatorCase("direct, 4 ranks, full mask", [1201, 97], AttentionConfig(2, 1, 32, mask="full"), plan=("direct", 4)),
 )
 #: Maximum distance from 1 of the mean output under dropout, for values of 1: several standard deviations.
 MAX_MEAN_DEVIATION = 0.07
@@ -127,16 +171,16 @@ def check(backend: str, dtype: str, case: OperatorCase, seed: int = 0) -> dict[s
     be linear in the values with the returned gradient, <dout, out> = <v, dv>, and <q, dq> = <k, dk>, which holds if and
     only if both directions drop the same weights. Outputs for values of 1 must be 1 on average.
     """
-    config, documents, keys = case.attention, Documents(case.lengths), Documents(case.kv_rows)
-    inputs = [x.to(DTYPES[dtype], copy=True) for x in reference_inputs(case.reference_key(seed))]
+    config, key = case.attention, case.reference_key(seed)
+    inputs = [x.to(DTYPES[dtype], copy=True) for x in reference_inputs(key)]
     start = time.perf_counter()
     drawn_by_operator = config.dropout > 0 and backend != "cpu"
     mean = 1.0
     try:
-        results = {name: x.cpu() for name, x in _run(backend, inputs, documents, keys, case).items()}
+        results = {name: x.cpu() for name, x in _run(backend, inputs, case).items()}
         if drawn_by_operator:
             ones = [*inputs[:2], torch.ones_like(inputs[2]), inputs[3]]
-            mean = float(_run(backend, ones, documents, keys, case)["out"].double().mean())
+            mean = float(_run(backend, ones, case)["out"].double().mean())
     except Exception as error:  # compilers raise errors of any type; the other cases must still run
         return failed_check(backend, dtype, case, " ".join(str(error).split()))
     seconds = time.perf_counter() - start
@@ -146,7 +190,7 @@ def check(backend: str, dtype: str, case: OperatorCase, seed: int = 0) -> dict[s
     if drawn_by_operator:
         differences = _dropout_differences(results, inputs)
     else:
-        reference = reference_results(case.reference_key(seed))
+        reference = reference_results(key)
         differences = {name: relative_difference(results[name], reference[name]) for name in RESULT_NAMES}
     ok = all(difference <= MAX_DIFFERENCE[dtype] for difference in differences.values())
     row = failed_check(backend, dtype, case, "") | {"error": None}
@@ -161,15 +205,14 @@ def failed_check(backend: str, dtype: str, case: OperatorCase, error: str) -> di
     return {**row, "differences": {}, "seconds": 0.0, "ok": False}
 
 
-def _run(
-    backend: str, inputs: list[torch.Tensor], documents: Documents, keys: Documents, case: OperatorCase
-) -> dict[str, torch.Tensor]:
+def _run(backend: str, inputs: list[Tensor], case: OperatorCase) -> dict[str, Tensor]:
     q, k, v, dout = (x.to(backend) for x in inputs)
     if case.plan is not None:
         runner = NpuAttention(**case.npu) if backend == "npu" else get_backend(backend)
-        results = vars(attend_in_process(plan_of(case, documents, keys), q, k, v, dout, runner))
+        results = vars(attend_in_process(case.make_plan(), q, k, v, dout, runner))
         return {name: results[name] for name in RESULT_NAMES}
-    config, lengths = case.attention, (documents.offsets, keys.offsets)
+    config, (documents, keys, *_) = case.attention, case.reference_key(0)
+    lengths = documents.offsets, keys.offsets
     options: dict[str, Any] = {
         "mask": config.mask,
         "window": config.window,
@@ -184,17 +227,10 @@ def _run(
     return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 
-def plan_of(case: OperatorCase, documents: Documents, keys: Documents) -> Plan:
-    """Return the plan of a case that has one."""
-    assert case.plan is not None
-    algorithm, ranks, options = case.plan
-    return build_plan(documents, Topology(1, ranks), case.attention, algorithm, keys, **options)
-
-
-def _dropout_differences(results: Mapping[str, torch.Tensor], inputs: list[torch.Tensor]) -> dict[str, float]:
+def _dropout_differences(results: Mapping[str, Tensor], inputs: list[Tensor]) -> dict[str, float]:
     q, k, v, dout = inputs
 
-    def dot(x: torch.Tensor, y: torch.Tensor) -> float:
+    def dot(x: Tensor, y: Tensor) -> float:
         return float((x.double() * y.double()).sum())
 
     linear = abs(dot(dout, results["out"]) - dot(v, results["dv"]))

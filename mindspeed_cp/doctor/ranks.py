@@ -3,7 +3,7 @@
 Ranks agree over torchrun's store and not over the links that are measured: each gives rank 0 a row of JSON, and rank 0
 answers. So an error on any rank is a row of the report, and the others go on::
 
-    rank 0     facts  operator  kernels | pair (0, 1)  pair (0, 2) ..  | fit, algorithms
+    rank 0     facts  operator  kernels | pair (0, 1)  pair (0, 2) ..  | algorithms
     rank 1     facts  operator  kernels | pair (0, 1)        -         |
                no message between ranks | a group of two for each pair | a group of all, which needs every link
 
@@ -19,11 +19,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -32,35 +31,40 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from mindspeed_cp.algorithms import ALGORITHMS, build_plan
-from mindspeed_cp.cluster import LayerCost
-from mindspeed_cp.cluster.calibration import MeasuredFits, Measurement, assemble_cluster
-from mindspeed_cp.cluster.cluster import Cluster
 from mindspeed_cp.comm.local_ranks import NO_ANSWER
+from mindspeed_cp.data.lengths import sample_batch
 from mindspeed_cp.device.open_files import check_open_files, raise_limit
 from mindspeed_cp.device.versions import version_report
 from mindspeed_cp.doctor import LONG_CASES, SHORT_CASES, check_operator
-from mindspeed_cp.doctor.algorithm_run import compare_with_reference, small_lengths, time_layers
 from mindspeed_cp.doctor.findings import findings, is_ok, rank_tables
 from mindspeed_cp.doctor.kernel_capability import write_json
 from mindspeed_cp.doctor.kernel_timing import KernelSizes, measure_kernels
-from mindspeed_cp.doctor.launch import Launch
-from mindspeed_cp.doctor.links import SIZES, LinkTimer, error_text, first_error, join_process_group, measure_links
+from mindspeed_cp.doctor.links import Launch, LinkTimer, error_text, first_error, join_process_group
 from mindspeed_cp.doctor.machine import device_memory, device_name, machine_status, npu_versions, rank_device, versions
-from mindspeed_cp.doctor.operator import DTYPES
+from mindspeed_cp.doctor.operator import (
+    DTYPES,
+    MAX_DIFFERENCE,
+    ReferenceKey,
+    reference_inputs,
+    reference_results,
+    relative_difference,
+)
+from mindspeed_cp.engine import context_parallel_attention, prepare
 from mindspeed_cp.errors import ConfigError, PeerError, PlanError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.ops.host_memory import keep_freed_memory
-from mindspeed_cp.plan import AttentionConfig, Topology
+from mindspeed_cp.plan import AttentionConfig, Plan, Topology
 from mindspeed_cp.report.text import print_tables
-from mindspeed_cp.simulate import simulate_plan
 
 FORMAT = 1
 MAX_TOKENS_PER_RANK, LEAST_TOKENS_PER_RANK = 1 << 16, 64
 JOIN_SECONDS = 300.0  # until all ranks have reached the store
 STAGE_SECONDS = 600.0  # of a stage without messages on one rank
+TIMED_RUNS = 3  # of an algorithm
+MAX_REFERENCE_RANKS = 64  # the batch that is compared with fp64 grows with the ranks up to these
 MAX_BROKEN_LINKS = 12  # after which no more are measured
 MAX_NODE_ROUNDS = 7  # of pairs of nodes: all pairs of 8 nodes; of more nodes, each meets 7
-KERNEL_SECONDS, FIT_SECONDS = 5.0, 0.5
+KERNEL_SECONDS = 5.0
 ATTENTION = AttentionConfig(8, 8, 64)
 
 #: Variables that libraries of communication and devices read.
@@ -71,8 +75,8 @@ PREFIXES = (
 
 
 @dataclass(frozen=True)
-class DeviceDefaults:
-    """Sizes for a kind of device: tokens of a rank, type, rows of the largest timed tile, hidden size of the timed
+class Sizes:
+    """Sizes of the measurements: tokens of a rank, type, rows of the largest timed tile, hidden size of the timed
     matrix products, bytes of the largest message, and seconds until a silent link counts as hung."""
 
     tokens_per_rank: int
@@ -85,8 +89,8 @@ class DeviceDefaults:
 
 #: Devices that are measured. HCCL itself waits 120 s for a connection.
 DEFAULTS = {
-    "cpu": DeviceDefaults(1024, "fp32", 1024, 512, 8 << 20, 20.0),
-    "npu": DeviceDefaults(8192, "bf16", 16384, 4096, 64 << 20, 150.0),
+    "cpu": Sizes(1024, "fp32", 1024, 512, 8 << 20, 20.0),
+    "npu": Sizes(8192, "bf16", 16384, 4096, 64 << 20, 150.0),
 }
 
 
@@ -175,7 +179,11 @@ def check_ranks(
             "rank 0 has started and that no firewall is between"
         ) from None
     agreement = StoreAgreement(dist.PrefixStore("doctor", store), launch.rank, launch.ranks)
-    check = RanksCheck(launch, agreement, report, kind, tokens, link_seconds)
+    sizes = DEFAULTS[kind]
+    sizes = replace(
+        sizes, tokens_per_rank=tokens or sizes.tokens_per_rank, link_seconds=link_seconds or sizes.link_seconds
+    )
+    check = RanksCheck(launch, agreement, report, kind, sizes)
     try:
         check.run(sys.stderr if as_json else sys.stdout)
     finally:
@@ -198,27 +206,13 @@ class RanksCheck:
         report: on rank 0, what was measured, as JSON values.
     """
 
-    def __init__(
-        self,
-        launch: Launch,
-        agreement: StoreAgreement,
-        path: Path,
-        kind: str,
-        tokens: int | None,
-        link_seconds: float | None,
-    ) -> None:
-        self.launch, self.agreement, self._path, self._kind = launch, agreement, path, kind
-        self._defaults = DEFAULTS[kind]
-        self._dtype = self._defaults.dtype
-        self._tokens = tokens or self._defaults.tokens_per_rank
-        self._link_seconds = link_seconds or self._defaults.link_seconds
+    def __init__(self, launch: Launch, agreement: StoreAgreement, path: Path, kind: str, sizes: Sizes) -> None:
+        self.launch, self.agreement, self._path, self._kind, self._sizes = launch, agreement, path, kind, sizes
         self._timer: LinkTimer | None = None
-        self._cluster: Cluster | None = None
         self.report: dict[str, Any] = {
             "format": FORMAT, "finished": False, "nodes": launch.nodes, "ranks_per_node": launch.ranks_per_node,
-            "device": kind, "dtype": self._dtype, "tokens_per_rank": self._tokens, "link_seconds": self._link_seconds,
-            "ranks": [], "operator": [], "kernels": [], "links": [], "cluster": None, "fit_error": None,
-            "algorithms": [], "failures": [], "seconds": {},
+            "device": kind, **asdict(sizes),
+            "ranks": [], "operator": [], "kernels": [], "links": [], "algorithms": [], "failures": [], "seconds": {},
         }  # fmt: skip
 
     def run(self, log: Any) -> None:
@@ -227,7 +221,7 @@ class RanksCheck:
         Raises:
             ConfigError: the report cannot be written.
         """
-        stages = (self._facts, self._operator, self._kernels, self._links, self._join, self._fit, self._algorithms)
+        stages = (self._facts, self._operator, self._kernels, self._links, self._join, self._algorithms)
         for number, stage in enumerate(stages):
             name, start = stage.__name__.strip("_"), time.monotonic()
             self._write(name)
@@ -293,16 +287,13 @@ class RanksCheck:
         return True
 
     def _kernels(self) -> bool:
-        tokens = self._tokens * self.launch.ranks
-        longest = max(1024, min(self._defaults.longest, tokens))  # the fit needs tiles whose time grows with FLOPs
-        sizes = KernelSizes(
-            ATTENTION.heads, ATTENTION.kv_heads, ATTENTION.head_dim, longest, self._defaults.hidden_size,
-            DTYPES[self._dtype], KERNEL_SECONDS,
-        )  # fmt: skip
+        sizes, tokens = self._sizes, self._sizes.tokens_per_rank * self.launch.ranks
+        longest = max(1024, min(sizes.longest, tokens))
+        kernels = KernelSizes(ATTENTION, longest, sizes.hidden_size, DTYPES[sizes.dtype], KERNEL_SECONDS)
 
         def measure() -> list[dict[str, Any]]:
             with torch.no_grad():
-                rows = measure_kernels(rank_device(self._kind, self.launch.local_rank), sizes)
+                rows = measure_kernels(rank_device(self._kind, self.launch.local_rank), kernels)
             return [asdict(row) for row in rows]
 
         self._collect("kernels", lambda: None)  # then all ranks measure at the same time, as in training
@@ -327,7 +318,7 @@ class RanksCheck:
                 return errors
 
             row = {} if pair is None else attempt(partial(self._time_pair, pair))
-            broken += int(self.agreement.agree(row, judge, 60.0 + 3 * self._link_seconds))
+            broken += int(self.agreement.agree(row, judge, 60.0 + 3 * self._sizes.link_seconds))
             if broken >= MAX_BROKEN_LINKS:
                 break
         return broken == 0
@@ -336,63 +327,26 @@ class RanksCheck:
         store = dist.PrefixStore(f"pair {pair[0]} {pair[1]}", self.agreement.store)
         try:
             timer = self._join_group(store, pair.index(self.launch.rank), 2)
-            return timer.time_pair(self._defaults.message_bytes)
+            return timer.time_pair(self._sizes.message_bytes)
         finally:
             with suppress(Exception):
                 dist.destroy_process_group()
 
     def _join_group(self, store: dist.Store, rank: int, ranks: int) -> LinkTimer:
         device = rank_device(self._kind, self.launch.local_rank)
-        join_process_group(device, self._link_seconds, store=store, rank=rank, world_size=ranks)
-        return LinkTimer(device, self._link_seconds)
+        join_process_group(device, self._sizes.link_seconds, store=store, rank=rank, world_size=ranks)
+        return LinkTimer(device, self._sizes.link_seconds)
 
     def _join(self) -> bool:
         def measure() -> None:
             store = dist.PrefixStore("all", self.agreement.store)
             self._timer = self._join_group(store, self.launch.rank, self.launch.ranks)
 
-        return self._collect("join", measure, seconds=60.0 + 3 * self._link_seconds)
-
-    def _fit(self) -> bool:
-        """Measure messages of many sizes, up to what slow links allow; fit the cluster to them and the kernels."""
-
-        def largest(_: list[Any]) -> dict[str, int]:
-            slowest = {kind: float("inf") for kind in ("in_node", "network")}
-            for row in self.report["links"]:
-                slowest[row["kind"]] = min(slowest[row["kind"]], row["there"], row["back"])
-            return {kind: max(1 << 16, int(min(rate * FIT_SECONDS, SIZES[-1]))) for kind, rate in slowest.items()}
-
-        sizes = self.agreement.agree({}, largest, STAGE_SECONDS)
-        timer, per_node = self._timer, self.launch.ranks_per_node
-        assert timer is not None
-        return self._collect(
-            "fit",
-            lambda: [asdict(row) for row in measure_links(timer, per_node, sizes)],
-            lambda rows: self._fit_cluster(rows[0]),
-        )
-
-    def _fit_cluster(self, links: list[dict[str, Any]]) -> None:
-        by_size = zip(*self.report["kernels"], strict=True)  # of the ranks, the median: one slow device bends no fit
-        kernels = [{**rows[0], "seconds": median(row["seconds"] for row in rows)} for rows in by_size]
-        rows, per_node = [Measurement(**row) for row in (*kernels, *links)], self.launch.ranks_per_node
-        if per_node == 1:  # nodes of one rank have no links inside
-            rows += [Measurement("in_node", row.seconds, bytes=row.bytes) for row in rows if row.kind == "network"]
-        memory = min(rank["memory"] for rank in self.report["ranks"])
-        try:
-            fits = MeasuredFits.from_measurements(rows, per_node)
-            self._cluster, sources = assemble_cluster("fitted", fits, ranks_per_node=per_node, memory=memory)
-        except ConfigError as error:
-            self.report["fit_error"] = str(error)  # noise of a busy machine breaks nothing
-            return
-        together = {"in_node_all": fits.in_node_all, "network_all": fits.network_all}
-        self.report["cluster"] = {
-            "cluster": dict(self._cluster), "sources": sources, "fits": fits.table(), "together": together,
-            "measurements": [asdict(row) for row in rows],
-        }  # fmt: skip
+        return self._collect("join", measure, seconds=60.0 + 3 * self._sizes.link_seconds)
 
     def _algorithms(self) -> bool:
         keep_freed_memory()  # as training does
-        documents = Documents(uneven_lengths(self._tokens * self.launch.ranks))
+        documents = Documents(sample_batch("wikipedia", self._sizes.tokens_per_rank * self.launch.ranks))
         return all(self._algorithm(name, documents) for name in ALGORITHMS)
 
     def _algorithm(self, algorithm: str, documents: Documents) -> bool:
@@ -409,25 +363,77 @@ class RanksCheck:
             return True
 
         def measure() -> dict[str, Any]:
-            call = launch.rank, self._dtype, timer.device, self._link_seconds
+            call = launch.rank, self._sizes.dtype, timer.device, self._sizes.link_seconds
             return {"wrong": compare_with_reference(small, *call), "seconds": time_layers(plan, *call, timer.seconds)}
 
         def judge(rows: list[dict[str, Any]]) -> None:
             wrong = [f"rank {rank}: {row['wrong']}" for rank, row in enumerate(rows) if row["wrong"] is not None]
             seconds = float(np.median(np.max([row["seconds"] for row in rows], axis=0)))  # of the slowest rank
-            width = ATTENTION.heads * ATTENTION.head_dim
-            layer = LayerCost(0.0, width, bytes_per_element=DTYPES[self._dtype].itemsize)
-            predicted = None if self._cluster is None else simulate_plan(plan, self._cluster, layer).total
-            self.report["algorithms"].append(
-                {
-                    "algorithm": algorithm,
-                    "wrong": "; ".join(wrong[:3]) or None,
-                    "measured": seconds,
-                    "predicted": predicted,
-                }
-            )
+            row = {"algorithm": algorithm, "wrong": "; ".join(wrong[:3]) or None, "seconds": seconds}
+            self.report["algorithms"].append(row)
 
         return self._collect(f"algorithm {algorithm}", measure, judge)
+
+
+def small_lengths(ranks: int) -> list[int]:
+    """Return the documents of the batch that is compared in full: cut ones, and one that is shorter than the ranks."""
+    share = min(ranks, MAX_REFERENCE_RANKS)
+    return [40 * share + 3, 17, 24 * share]
+
+
+def compare_with_reference(plan: Plan, rank: int, dtype: str, device: torch.device, timeout: float) -> str | None:
+    """Run a small plan forward and backward, and compare all rows of this rank with dense attention in fp64.
+
+    Every rank makes all inputs from the same seed, so that only the algorithm's own messages travel.
+
+    Returns:
+        What is wrong, or None.
+    """
+    key = ReferenceKey(plan.documents, plan.documents, plan.attention, 0)
+    q, k, v, dout = (plan.layout.shard(x, rank).to(DTYPES[dtype]).to(device) for x in reference_inputs(key))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = context_parallel_attention(q, k, v, plan, timeout=timeout)
+    results = (out.detach(), *torch.autograd.grad(out, leaves, dout))
+    for name, result in zip(("out", "dq", "dk", "dv"), results, strict=True):
+        reference = plan.layout.shard(reference_results(key)[name], rank)
+        difference = relative_difference(result.cpu(), reference) if len(reference) else 0.0
+        if not difference <= MAX_DIFFERENCE[dtype]:
+            return f"{name} differs from fp64 by {difference:.1e}, limit {MAX_DIFFERENCE[dtype]:.0e}"
+    return None
+
+
+def time_layers(
+    plan: Plan,
+    rank: int,
+    dtype: str,
+    device: torch.device,
+    timeout: float,
+    seconds: Callable[[Callable[[], None]], float],
+) -> list[float]:
+    """Return the seconds of forward and backward of attention on this rank, of each repeat.
+
+    Args:
+        plan: the plan, prepared here.
+        rank: this rank.
+        dtype, device: of the tensors.
+        timeout: limit of a message in seconds.
+        seconds: called with a run; returns its seconds on this rank.
+    """
+    attention, generator = plan.attention, torch.Generator().manual_seed(rank)
+    prepare(plan, rank, dtype=DTYPES[dtype], device=device)
+    rows = int(plan.layout.token_counts[rank])
+    q, k, v, dout = (
+        torch.randn(rows, heads, attention.head_dim, generator=generator).to(DTYPES[dtype]).to(device)
+        for heads in (attention.heads, attention.kv_heads, attention.kv_heads, attention.heads)
+    )
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def run() -> None:
+        out = context_parallel_attention(q, k, v, plan, timeout=timeout)
+        torch.autograd.grad(out, leaves, dout)
+
+    seconds(run)  # connects, and loads kernels
+    return [seconds(run) for _ in range(TIMED_RUNS)]
 
 
 def attempt(measure: Callable[[], Any]) -> dict[str, Any]:
@@ -436,16 +442,6 @@ def attempt(measure: Callable[[], Any]) -> dict[str, Any]:
         return {"result": measure()}
     except Exception as error:
         return {"error": error_text(error)}
-
-
-def uneven_lengths(tokens: int) -> list[int]:
-    """Return about a dozen lognormal lengths of documents with so many tokens in all."""
-    generator, mean, spread = np.random.default_rng(0), tokens / 12, 1.2
-    lengths: list[int] = []
-    while sum(lengths) < tokens:
-        length = int(generator.lognormal(np.log(mean) - spread**2 / 2, spread))
-        lengths.append(max(1, min(length, tokens - sum(lengths))))
-    return lengths
 
 
 def tournament(count: int) -> Iterator[list[tuple[int, int]]]:

@@ -1,4 +1,4 @@
-"""Tables of the reports of `doctor` and `calibrate`."""
+"""Tables of the report of `doctor` on one machine."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mindspeed_cp.device.npu_profile import VARIANTS, NpuProfile, ProfileRow
+from mindspeed_cp.device.npu_profile import NpuProfile, ProfileRow
 from mindspeed_cp.device.open_files import largest_run
-from mindspeed_cp.doctor.kernel_capability import taken_by_profile
 from mindspeed_cp.doctor.operator import DTYPES
 from mindspeed_cp.report.text import Table
 
@@ -35,32 +34,7 @@ def report_tables(report: dict[str, Any]) -> list[Table]:
         profile = NpuProfile(**report["npu_profile"])
         title = "Variants of the npu backend, largest difference to fp64"
         tables.append(_by_type(title, ("variant", "shape"), [_profile_cells(row) for row in profile.rows]))
-        taken = taken_by_profile(profile)
-        tables.append(Table("Taken with npu_profile (heads of 128)", ("attention", *VARIANTS), taken))
     return tables
-
-
-def cluster_tables(report: dict[str, Any]) -> list[Table]:
-    """Return the tables of a fitted cluster.
-
-    Args:
-        report: {"cluster": values, "sources" and "fits" of them, "together": measured rates by name, None without}.
-    """
-    cluster = report["cluster"]
-    values = [
-        (key, f"{value:.4g}" if isinstance(value, float) else str(value), report["sources"][key])
-        for key, value in cluster.items()
-    ]
-    errors = [
-        (name, str(row["points"]), f"{row['median_error']:.1%}", f"{row['largest_error']:.1%}")
-        for name, row in report["fits"].items()
-    ]
-    tables = [
-        Table(f"Cluster {cluster['name']}", ("", "value", "from"), tuple(values)),
-        Table("Fit: |modelled / measured - 1|", ("", "points", "median", "largest"), tuple(errors)),
-    ]
-    rates = [(name, f"{rate:.4g}") for name, rate in report["together"].items() if rate is not None]
-    return [*tables, Table("All at once, as measured", ("", "bytes/second"), tuple(rates))] if rates else tables
 
 
 def _by_type(title: str, columns: Sequence[str], cells: Iterable[tuple[tuple[str, ...], str, str]]) -> Table:

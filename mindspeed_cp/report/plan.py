@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import numpy as np
 from mindspeed_cp.choose.lower_bounds import balanced_lower_bound
 from mindspeed_cp.cluster import ComputeCost, LayerCost, cluster_of, load_cluster
 from mindspeed_cp.plan import AttentionConfig, Plan, peak_bytes, traffic
-from mindspeed_cp.plan.tiles import count_pairs
+from mindspeed_cp.plan.program import DIRECTIONS
 from mindspeed_cp.report.text import (
     Table,
     describe_attention,
@@ -22,91 +24,57 @@ from mindspeed_cp.report.text import (
 )
 from mindspeed_cp.simulate.simulator import simulate_plan
 
-TABLE_RANK_LIMIT, TABLE_STEP_LIMIT = 64, 16  # a larger table has the extremes, or the first steps
+TABLE_RANK_LIMIT = 64  # a larger table has the extremes
 
 
 @dataclass(frozen=True, eq=False)
 class PlanSummary:
     """Counts of ranks and forward steps of one plan; the steps of a plan of parts are those of `Plan.step_order`.
 
+    Counting derives the tiles of all ranks: with a thousand documents, milliseconds for 8 ranks and seconds for 64.
+
     Attributes:
-        plan: the plan.
+        plan: any plan.
         bytes_per_element: of q, k, v and out.
-        heads: first and last-plus-one query head and kv head of each rank, int64 [ranks, 4]; all heads in a plan of
-            parts, whose parts have their own.
-        tiles: attention tiles, int64 [ranks, steps].
-        work: visible (query, key) pairs times the rank's query heads, fp64 [ranks, steps].
-        sent, received: key/value rows of the forward's messages, int64 [ranks].
-        reduced: gradient rows sent in the backward's messages, int64 [ranks].
-        traffic: bytes that each rank sends (`mindspeed_cp.plan.traffic`).
-        buffers: peak bytes of communication buffers, forward and backward, int64 [ranks, 2].
-        parts: summaries of the parts of a plan of parts.
     """
 
     plan: Plan
-    bytes_per_element: int
-    heads: np.ndarray
-    tiles: np.ndarray
-    work: np.ndarray
-    sent: np.ndarray
-    received: np.ndarray
-    reduced: np.ndarray
-    traffic: np.ndarray
-    buffers: np.ndarray
-    parts: tuple[PlanSummary, ...] = ()
+    bytes_per_element: int = 2
 
-    @property
-    def lengths(self) -> np.ndarray:
-        """Tokens of each document, int64 [documents]."""
-        return self.plan.documents.lengths
+    @cached_property
+    def heads(self) -> np.ndarray:
+        """First and last-plus-one query head and kv head of each rank, int64 [ranks, 4]; all heads in a plan of parts,
+        whose parts have their own."""
+        plan, attention = self.plan, self.plan.attention
+        if plan.parts:
+            return np.tile([0, attention.heads, 0, attention.kv_heads], (plan.ranks, 1))
+        bounds = plan.q_layout_compute.head_bounds(attention.heads)
+        return np.hstack([bounds, plan.kv_layout_compute.head_bounds(attention.kv_heads)])
 
-    @property
-    def kv_lengths(self) -> np.ndarray:
-        """Keys of each document, int64 [documents]; the same array as `lengths` except in cross-attention."""
-        return self.plan.kv_documents.lengths
+    @cached_property
+    def work(self) -> np.ndarray:
+        """Visible (query, key) pairs times the rank's query heads, fp64 [ranks, steps]."""
+        return self.plan.work()
 
-    @property
-    def tokens(self) -> np.ndarray:
-        """Local rows, int64 [ranks]."""
-        return self.plan.layout.token_counts
+    @cached_property
+    def traffic(self) -> np.ndarray:
+        """Bytes that each rank sends (`mindspeed_cp.plan.traffic`)."""
+        return traffic(self.plan, self.bytes_per_element)
 
-    @property
-    def documents(self) -> np.ndarray:
-        """Documents of which a rank holds at least one token, int64 [ranks]."""
-        layout = self.plan.layout
-        return np.array([len(np.unique(layout.rank_spans(rank)["doc"])) for rank in range(self.ranks)], np.int64)
+    @cached_property
+    def buffers(self) -> np.ndarray:
+        """Peak bytes of communication buffers, forward and backward, int64 [ranks, 2]."""
+        return np.stack([peak_bytes(self.plan, way, self.bytes_per_element)["total"] for way in DIRECTIONS], 1)
 
-    @property
-    def spans(self) -> np.ndarray:
-        """Token spans, int64 [ranks]."""
-        return np.diff(self.plan.layout.span_offsets)
-
-    @property
-    def slots(self) -> np.ndarray:
-        """Rows of receive buffers (slots other than 0), int64 [ranks]."""
-        rows: np.ndarray = np.sum([part.forward.capacity[:, 1:].sum(1) for part in self.plan.parts_or_self], axis=0)
-        return rows
-
-    @property
-    def has_redistribution(self) -> bool:
-        """True if rows are redistributed to the layout in which attention is computed, and back."""
-        parts = self.plan.parts_or_self
-        return any(part.q_redistribution is not None or part.kv_redistribution is not None for part in parts)
+    @cached_property
+    def parts(self) -> tuple[PlanSummary, ...]:
+        """Summaries of the parts of a plan of parts."""
+        return tuple(PlanSummary(part, self.bytes_per_element) for part in self.plan.parts)
 
     @property
     def labels(self) -> tuple[str, ...]:
         """Names of the steps: "3", or "1.3" for step 3 of part 1."""
         return tuple(f"{part}.{step}" if self.parts else str(step) for part, step in self.plan.step_order())
-
-    @property
-    def ranks(self) -> int:
-        """Number of context-parallel ranks."""
-        return self.plan.ranks
-
-    @property
-    def steps(self) -> int:
-        """Number of forward steps."""
-        return self.work.shape[1]
 
     @property
     def splits_heads(self) -> bool:
@@ -133,219 +101,143 @@ class PlanSummary:
     @property
     def token_imbalance(self) -> float:
         """Tokens of the fullest rank over the mean: the imbalance of everything but attention."""
-        return _over_mean(self.tokens)
+        return _over_mean(self.plan.layout.token_counts)
 
     @property
     def step_imbalance(self) -> float:
         """Imbalance if all ranks wait for the slowest after each step: sum of the largest work of each step over the
         mean."""
-        mean = self.work.sum() / self.ranks
+        mean = self.work.sum() / self.plan.ranks
         return float(self.work.max(0).sum() / mean) if mean else 1.0
 
     def as_dict(self) -> dict[str, Any]:
         """Return all counts as numbers and lists, for JSON."""
+        plan = self.plan
+        counts = {
+            "tokens": plan.layout.token_counts,
+            "documents": _documents_of_ranks(plan),
+            "spans": np.diff(plan.layout.span_offsets),
+            "bytes_sent_forward": self.sent_forward,
+            "bytes_sent_backward": self.sent_backward,
+            "peak_buffer_bytes_forward": self.buffers[:, 0],
+            "peak_buffer_bytes_backward": self.buffers[:, 1],
+        }
+        per_rank = [
+            {
+                "rank": rank,
+                "heads": self.heads[rank, :2].tolist(),
+                "kv_heads": self.heads[rank, 2:].tolist(),
+                "work": list(map(int, self.work[rank])),
+                "bytes_sent": {name: int(self.traffic[name][rank]) for name in self.traffic.dtype.names or ()},
+                **{name: int(values[rank]) for name, values in counts.items()},
+            }
+            for rank in range(plan.ranks)
+        ]
+        parts = {"step_labels": list(self.labels), "parts": [part.as_dict() for part in self.parts]}
         return {
-            "algorithm": self.plan.algorithm,
-            "documents": len(self.lengths),
-            "tokens": int(self.lengths.sum()),
-            "kv_tokens": int(self.kv_lengths.sum()),
-            "nodes": self.plan.topology.nodes,
-            "ranks": self.ranks,
-            "steps": self.steps,
+            "algorithm": plan.algorithm,
+            "documents": len(plan.documents),
+            "tokens": plan.documents.tokens,
+            "kv_tokens": plan.kv_documents.tokens,
+            "nodes": plan.topology.nodes,
+            "ranks": plan.ranks,
+            "steps": len(self.labels),
             "imbalance": self.imbalance,
             "step_imbalance": self.step_imbalance,
             "token_imbalance": self.token_imbalance,
             "bytes_per_element": self.bytes_per_element,
             "bytes_sent_forward": int(self.sent_forward.sum()),
             "bytes_sent_backward": int(self.sent_backward.sum()),
-            "per_rank": [self._rank(rank) for rank in range(self.ranks)],
-            **({"step_labels": list(self.labels)} if self.parts else {}),
-            **({"parts": [part.as_dict() for part in self.parts]} if self.parts else {}),
-        }
-
-    def _rank(self, rank: int) -> dict[str, Any]:
-        counts = {
-            **{name: getattr(self, name) for name in ("tokens", "documents", "spans")},
-            "kv_rows_sent": self.sent,
-            "kv_rows_received": self.received,
-            "gradient_rows_sent": self.reduced,
-            "buffer_rows": self.slots,
-            "bytes_sent_forward": self.sent_forward,
-            "bytes_sent_backward": self.sent_backward,
-            "peak_buffer_bytes_forward": self.buffers[:, 0],
-            "peak_buffer_bytes_backward": self.buffers[:, 1],
-        }
-        return {
-            "rank": rank,
-            "heads": self.heads[rank, :2].tolist(),
-            "kv_heads": self.heads[rank, 2:].tolist(),
-            "tiles": self.tiles[rank].tolist(),
-            "work": list(map(int, self.work[rank])),
-            "bytes_sent": {name: int(self.traffic[name][rank]) for name in self.traffic.dtype.names or ()},
-            **{name: int(values[rank]) for name, values in counts.items()},
+            "per_rank": per_rank,
+            **(parts if self.parts else {}),
         }
 
 
-def summarize_plan(plan: Plan, bytes_per_element: int = 2) -> PlanSummary:
-    """Count what a plan does on every rank.  Derives the tiles of all of them: with a thousand documents, milliseconds
-    for 8 ranks and seconds for 64.
-
-    Args:
-        plan: any plan.
-        bytes_per_element: of q, k, v and out.
-    """
-    attention = plan.attention
-    parts = tuple(summarize_plan(part, bytes_per_element) for part in plan.parts)
-    if parts:
-        tiles, work = (
-            np.stack([getattr(parts[part], name)[:, step] for part, step in plan.step_order()], 1)
-            for name in ("tiles", "work")
-        )
-        heads = np.tile([0, attention.heads, 0, attention.kv_heads], (plan.ranks, 1))
-    else:
-        bounds = plan.q_layout_compute.head_bounds(attention.heads)
-        heads = np.hstack([bounds, plan.kv_layout_compute.head_bounds(attention.kv_heads)])
-        tiles = np.zeros((plan.ranks, plan.forward.steps), np.int64)
-        work = np.zeros(tiles.shape)  # in fp64: pairs alone may have 62 bits
-        for rank in range(plan.ranks):
-            rank_tiles = plan.forward.tiles(rank)
-            np.add.at(tiles[rank], rank_tiles["step"], 1)
-            pairs = count_pairs(rank_tiles, attention) * float(heads[rank, 1] - heads[rank, 0])
-            np.add.at(work[rank], rank_tiles["step"], pairs)
-    programs = [(part.forward.fetch.items, part.backward.reduce.items) for part in plan.parts_or_self]
-    fetched = np.concatenate([fetch for fetch, _ in programs])
-    reduced = np.concatenate([reduce for _, reduce in programs])
-
-    def rows(messages: np.ndarray, end: str) -> np.ndarray:
-        return np.bincount(messages[end], messages["rows"], plan.ranks).astype(np.int64)
-
-    return PlanSummary(
-        plan=plan,
-        bytes_per_element=bytes_per_element,
-        heads=heads,
-        tiles=tiles,
-        work=work,
-        sent=rows(fetched, "src"),
-        received=rows(fetched, "dst"),
-        reduced=rows(reduced, "src"),
-        traffic=traffic(plan, bytes_per_element),
-        buffers=np.stack([peak_bytes(plan, way, bytes_per_element)["total"] for way in ("forward", "backward")], 1),
-        parts=parts,
-    )
+def _documents_of_ranks(plan: Plan) -> np.ndarray:
+    """Return the number of documents of which each rank holds at least one token."""
+    return np.array([len(np.unique(plan.layout.rank_spans(rank)["doc"])) for rank in range(plan.ranks)], np.int64)
 
 
 def _over_mean(values: np.ndarray) -> float:
     return float(values.max() / values.mean()) if values.any() else 1.0
 
 
-@dataclass(frozen=True)
-class ModelledTime:
-    """Modelled time of one layer, forward and backward, linear layers too.
-
-    Attributes:
-        cluster: name of the cluster.
-        remark: how the cluster differs from a named one; empty if it does not.
-        seconds: until the last rank is done; None: not simulated.
-        bound: seconds that no plan of the batch can beat; None: not simulated.
-        left_out: why the plan was not simulated; empty if it was.
-    """
-
-    cluster: str
-    remark: str = ""
-    seconds: float | None = None
-    bound: float | None = None
-    left_out: str = ""
-
-    @property
-    def fraction(self) -> float | None:
-        """The lower bound over the modelled time, as `mindspeed-cp simulate` has it; None: not simulated."""
-        return None if self.seconds is None or self.bound is None else self.bound / self.seconds
-
-    def rows(self) -> list[tuple[str, str]]:
-        """Return the rows of the table of the plan."""
-        rows = [("cluster", self.cluster + self.remark)]
-        if self.seconds is None or self.bound is None or self.fraction is None:
-            return [*rows, ("a layer, modelled", f"left out: {self.left_out}")]
-        digits = 2 if self.bound >= 1e-3 else 4
-        whole, bound = (f"{seconds * 1e3:,.{digits}f} ms" for seconds in (self.seconds, self.bound))
-        return [
-            *rows,
-            ("a layer, modelled", f"{whole}, forward and backward, linear layers too"),
-            ("... lower bound", f"{bound}, {100 * self.fraction:.1f} % of it"),
-        ]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the cluster and the times in seconds as JSON values."""
-        return {
-            "cluster": self.cluster,
-            "modelled": {
-                "cluster_remark": self.remark.strip(" ()") or None,
-                "seconds": self.seconds,
-                "bound": self.bound,
-                "fraction_of_bound": self.fraction,
-                "left_out": self.left_out or None,
-            },
-        }
-
-
-def modelled_time(plan: Plan, attention: AttentionConfig, layer: LayerCost, left_out: str = "") -> ModelledTime:
-    """Simulate a plan on the cluster of its topology.
+def modelled_time(plan: Plan, attention: AttentionConfig, layer: LayerCost, left_out: str = "") -> dict[str, Any]:
+    """Simulate a plan on the cluster of its topology: one layer, forward and backward, linear layers too.
 
     Args:
         plan: any plan.
         attention: attention for which it was built.
         layer: linear part of the layer.
         left_out: why it is not simulated, and the cluster is only named; empty: simulate it.
+
+    Returns:
+        JSON values: {"cluster": its name, "modelled": {"cluster_remark": how it differs from a named one, "seconds":
+        until the last rank is done, "bound": seconds that no plan of the batch can beat, "fraction_of_bound",
+        "left_out"}}; None: does not apply.
     """
-    topology, cluster, remark = plan.topology, cluster_of(plan.topology), ""
+    topology, cluster, remark = plan.topology, cluster_of(plan.topology), None
     if topology.cluster is None:
-        remark = " (no cluster is named)"
+        remark = "no cluster is named"
         if topology.ranks_per_node > load_cluster(cluster.name).ranks_per_node:
-            remark = f" (no cluster is named; nodes of {topology.ranks_per_node} ranks are imagined)"
+            remark += f"; nodes of {topology.ranks_per_node} ranks are imagined"
     if not left_out and not plan.documents.tokens:
         left_out = "the batch has no tokens"
-    if left_out:
-        return ModelledTime(cluster.name, remark, left_out=left_out)
-    seconds = simulate_plan(plan, cluster, layer).total
-    cost = ComputeCost(cluster, attention, layer)
-    bound = balanced_lower_bound(plan.documents, plan.ranks, cost, plan.kv_documents)
-    return ModelledTime(cluster.name, remark, seconds, bound)
+    seconds = bound = fraction = None
+    if not left_out:
+        seconds = simulate_plan(plan, cluster, layer).total
+        cost = ComputeCost(cluster, attention, layer)
+        bound = balanced_lower_bound(plan.documents, plan.ranks, cost, plan.kv_documents)
+        fraction = bound / seconds
+    modelled = {"cluster_remark": remark, "seconds": seconds, "bound": bound, "fraction_of_bound": fraction}
+    return {"cluster": cluster.name, "modelled": {**modelled, "left_out": left_out or None}}
 
 
-def plan_tables(summary: PlanSummary, time: ModelledTime | None = None) -> list[Table]:
-    """Return the tables of `mindspeed-cp plan`: the plan, with its modelled time if it is given, its parts, what ranks
-    hold and send, and their work step by step."""
+def modelled_rows(time: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the rows of :func:`modelled_time` in the table of a plan."""
+    modelled = time["modelled"]
+    rows = [("cluster", time["cluster"] + (f" ({modelled['cluster_remark']})" if modelled["cluster_remark"] else ""))]
+    if modelled["seconds"] is None:
+        return [*rows, ("a layer, modelled", f"left out: {modelled['left_out']}")]
+    digits = 2 if modelled["bound"] >= 1e-3 else 4
+    whole, bound = (f"{modelled[name] * 1e3:,.{digits}f} ms" for name in ("seconds", "bound"))
     return [
-        _plan_table(summary, time),
-        *([_part_table(summary)] if summary.parts else []),
-        _rank_table(summary),
-        _step_table(summary),
+        *rows,
+        ("a layer, modelled", f"{whole}, forward and backward, linear layers too"),
+        ("... lower bound", f"{bound}, {100 * modelled['fraction_of_bound']:.1f} % of it"),
     ]
 
 
-def describe_heads(summary: PlanSummary, rank: int, kv: bool = True) -> str:
-    """Return the heads of a rank: "0-1 (kv 0)", without kv "0-1"; "none"."""
+def plan_tables(summary: PlanSummary, more: Sequence[tuple[str, str]] = ()) -> list[Table]:
+    """Return the tables of `mindspeed-cp plan`: the plan and `more` rows, its parts, and what ranks hold and
+    send."""
+    return [
+        _plan_table(summary, more),
+        *([_part_table(summary)] if summary.parts else []),
+        _rank_table(summary),
+    ]
+
+
+def describe_heads(summary: PlanSummary, rank: int) -> str:
+    """Return the heads of a rank: "0-1 (kv 0)", or "none"."""
     first, last, kv_first, kv_last = summary.heads[rank].tolist()
-    if last == first:
-        return "none"
-    return _range(first, last) + (f" (kv {_range(kv_first, kv_last)})" if kv else "")
+    heads, kv_heads = (str(a) if b == a + 1 else f"{a}-{b - 1}" for a, b in ((first, last), (kv_first, kv_last)))
+    return "none" if last == first else f"{heads} (kv {kv_heads})"
 
 
-def _range(first: int, last: int) -> str:
-    return str(first) if last == first + 1 else f"{first}-{last - 1}"
-
-
-def _plan_table(summary: PlanSummary, time: ModelledTime | None) -> Table:
-    attention, topology, sent = summary.plan.attention, summary.plan.topology, summary.traffic
+def _plan_table(summary: PlanSummary, more: Sequence[tuple[str, str]]) -> Table:
+    plan, sent = summary.plan, summary.traffic
+    attention, topology = plan.attention, plan.topology
+    lengths, kv_lengths = plan.documents.lengths, plan.kv_documents.lengths
     width = f"{attention.head_dim}" + (f"/{attention.head_dim_v}" * (attention.head_dim != attention.head_dim_v))
     element = "bf16" if summary.bytes_per_element == 2 else "fp32"
     backward = sent["fetch_backward"].sum() + sent["reduce"].sum()
     rows = [
-        ("algorithm", summary.plan.algorithm),
-        ("ranks", f"{summary.ranks}" + (f" ({topology.nodes} nodes)" if topology.nodes > 1 else "")),
-        ("steps", str(summary.steps)),
-        ("documents", format_lengths(summary.lengths)),
-        ("tokens", format_count(summary.lengths.sum())),
+        ("algorithm", plan.algorithm),
+        ("ranks", f"{plan.ranks}" + (f" ({topology.nodes} nodes)" if topology.nodes > 1 else "")),
+        ("steps", str(len(summary.labels))),
+        ("documents", format_lengths(lengths)),
+        ("tokens", format_count(lengths.sum())),
         ("attention", describe_attention(attention)),
         ("heads", f"{attention.heads}, key/value heads {attention.kv_heads}, of width {width}, {element}"),
         ("attention work", f"{format_count(summary.work.sum())} (query, key) pairs, all heads counted"),
@@ -357,14 +249,14 @@ def _plan_table(summary: PlanSummary, time: ModelledTime | None) -> Table:
         ("imbalance of attention", f"{summary.imbalance:.3f} (slowest rank / mean)"),
         ("... if ranks wait at every step", f"{summary.step_imbalance:.3f}"),
         ("imbalance of tokens", f"{summary.token_imbalance:.3f}"),
-        *([] if time is None else time.rows()),
+        *more,
     ]
-    if summary.kv_lengths is not summary.lengths:
-        rows.insert(5, ("keys of the documents", format_lengths(summary.kv_lengths)))
-    if summary.plan.documents.trees is not None:
-        rows.insert(5, ("trees", describe_trees(summary.plan.documents)))
-    if summary.plan.documents.blocks is not None:
-        rows.insert(5, ("blocks", describe_blocks(summary.plan.documents)))
+    if kv_lengths is not lengths:
+        rows.insert(5, ("keys of the documents", format_lengths(kv_lengths)))
+    if plan.documents.trees is not None:
+        rows.insert(5, ("trees", describe_trees(plan.documents)))
+    if plan.documents.blocks is not None:
+        rows.insert(5, ("blocks", describe_blocks(plan.documents)))
     return Table("Plan", ("", ""), tuple(rows))
 
 
@@ -387,9 +279,9 @@ def _part_table(summary: PlanSummary) -> Table:
         (
             str(number),
             part.plan.algorithm,
-            f"{int((part.lengths > 0).sum()):,}",
-            format_count(part.lengths.sum()),
-            str(part.steps),
+            f"{int((part.plan.documents.lengths > 0).sum()):,}",
+            format_count(part.plan.documents.tokens),
+            str(len(part.labels)),
             "split" if part.splits_heads else "all",
             format_bytes(part.sent_forward.sum()),
             format_bytes(part.sent_backward.sum()),
@@ -408,12 +300,17 @@ def _rank_table(summary: PlanSummary) -> Table:
         *("sent forward", "sent backward", "buffers forward", "buffers backward", "work", "of mean"),
     )
     work = summary.work.sum(1)
-    mean = work.sum() / summary.ranks
+    mean = work.mean()
+    counts = (
+        summary.plan.layout.token_counts,
+        _documents_of_ranks(summary.plan),
+        np.diff(summary.plan.layout.span_offsets),
+    )
     rows = [
         (
             str(rank),
             *[describe_heads(summary, rank)] * split,
-            *(f"{int(part[rank]):,}" for part in (summary.tokens, summary.documents, summary.spans)),
+            *(f"{int(part[rank]):,}" for part in counts),
             *(format_bytes(part[rank]) for part in (summary.sent_forward, summary.sent_backward, *summary.buffers.T)),
             format_count(work[rank]),
             f"{work[rank] / mean:.3f}" if mean else "-",
@@ -421,26 +318,7 @@ def _rank_table(summary: PlanSummary) -> Table:
         for rank in ranks_in_table(work)
     ]
     note = f", bytes of {summary.bytes_per_element}-byte elements"
-    return Table(f"Ranks{note}{omitted_note(summary.ranks)}", columns, tuple(rows))
-
-
-def _step_table(summary: PlanSummary) -> Table:
-    shown = range(min(summary.steps, TABLE_STEP_LIMIT))
-    more = () if summary.steps <= TABLE_STEP_LIMIT else ("...",)
-    work = summary.work
-    largest = work.max(initial=0) or 1
-    rows = [
-        (
-            str(rank),
-            *(f"{100 * work[rank, step] / largest:.0f} %" for step in shown),
-            *more,
-            f"{int(summary.tiles[rank].sum()):,}",
-        )
-        for rank in ranks_in_table(work.sum(1))
-    ]
-    columns = ("rank", *(f"step {summary.labels[step]}" for step in shown), *more, "tiles in all")
-    title = f"Work per step, of the largest, {format_count(largest)} pairs{omitted_note(summary.ranks)}"
-    return Table(title, columns, tuple(rows))
+    return Table(f"Ranks{note}{omitted_note(len(work))}", columns, tuple(rows))
 
 
 def ranks_in_table(work: np.ndarray) -> list[int]:

@@ -8,7 +8,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
+from io import StringIO
 from shutil import get_terminal_size
 from typing import TYPE_CHECKING, TextIO
 
@@ -17,12 +17,11 @@ from mindspeed_cp.plan import AttentionConfig
 
 if TYPE_CHECKING:
     import numpy as np
+    from rich.console import Console
     from rich.table import Table as RichTable
 
 _COLUMN_GAP = 3  # spaces between columns
-_LEAST_WIDTH = 12  # of a column that is wrapped
-_UNLIMITED_WIDTH = 400
-_HTML_CELL_LIMIT = 400  # characters; a longer text, such as the name of a registered algorithm, loses its end
+_UNLIMITED_WIDTH, _HTML_WIDTH = 400, 160
 
 
 @dataclass(frozen=True)
@@ -125,11 +124,28 @@ def print_tables(tables: Iterable[Table], file: TextIO | None = None) -> None:
     """
     from rich.console import Console
 
-    console = Console(file=file, markup=False, highlight=False, emoji=False, width=output_width())
+    _print_to(Console(file=file, markup=False, highlight=False, emoji=False, width=output_width()), tables)
+
+
+def html_of_tables(tables: Iterable[Table], sentence: str = "") -> str:
+    """Return tables one below the other as HTML without scripts and style sheets, below a sentence."""
+    from rich.console import Console
+    from rich.jupyter import JUPYTER_HTML_FORMAT
+
+    console = Console(
+        file=StringIO(), markup=False, highlight=False, emoji=False, width=_HTML_WIDTH, record=True, force_jupyter=False
+    )
+    if sentence:
+        console.print(sentence)
+    _print_to(console, tables)
+    return console.export_html(inline_styles=True, code_format=JUPYTER_HTML_FORMAT)
+
+
+def _print_to(console: Console, tables: Iterable[Table]) -> None:
     for table in tables:
         console.print(table.title, style="bold")
         for block in column_blocks(table, console.width):
-            console.print(_rich_table(table, block, console.width))
+            console.print(_rich_table(table, block))
 
 
 def column_blocks(table: Table, width: int) -> list[list[int]]:
@@ -161,64 +177,16 @@ def is_numeric_column(table: Table, column: int) -> bool:
     return all(re.match(r"[-+]?$|[-+]?[.\d]", row[column]) for row in table.rows)
 
 
-def _rich_table(table: Table, block: Sequence[int], width: int) -> RichTable:
-    """Return a block of columns for rich. Where they do not fit, the widest ones are wrapped."""
+def _rich_table(table: Table, block: Sequence[int]) -> RichTable:
+    """Return a block of columns for rich, which wraps the widest ones where they do not fit."""
     from rich import box
     from rich.table import Table as RichTable
 
-    widths, has_headings = _column_widths(table), any(table.columns)
-    unwrapped = _unwrapped_columns(widths, block, width)
+    has_headings = any(table.columns)
     result = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_header=has_headings)
     for index in block:
-        result.add_column(
-            table.columns[index],
-            justify="right" if has_headings and index and is_numeric_column(table, index) else "left",
-            overflow="fold",
-            no_wrap=index in unwrapped,
-        )
+        is_right = has_headings and index and is_numeric_column(table, index)
+        result.add_column(table.columns[index], justify="right" if is_right else "left", overflow="fold")
     for row in table.rows:
         result.add_row(*(row[index] for index in block))
     return result
-
-
-def _unwrapped_columns(widths: Sequence[int], block: Sequence[int], width: int) -> set[int]:
-    """Return the columns that get all of their width: the narrowest ones, such that each of the others has some."""
-    least = {index: min(widths[index], _LEAST_WIDTH) for index in block}
-    room, unwrapped = width + 1 - sum(least.values()) - _COLUMN_GAP * len(block), set()
-    for index in sorted(block, key=lambda index: widths[index]):
-        room -= widths[index] - least[index]
-        if room >= 0:
-            unwrapped.add(index)
-    return unwrapped
-
-
-def html_of_tables(tables: Iterable[Table], sentence: str = "") -> str:
-    """Return tables one below the other as HTML without scripts and style sheets, below a sentence; all texts are
-    escaped."""
-    begin = f"<p>{_html_text(sentence)}</p>" if sentence else ""
-    return f"<div>{begin}{''.join(map(_html_of_table, tables))}</div>"
-
-
-def _html_of_table(table: Table) -> str:
-    has_headings = any(table.columns)
-    sides = [
-        "right" if has_headings and column and is_numeric_column(table, column) else "left"
-        for column in range(len(table.columns))
-    ]
-
-    def row(tag: str, cells: Sequence[str]) -> str:
-        texts = [
-            f'<{tag} style="text-align:{side}">{_html_text(cell)}</{tag}>'
-            for cell, side in zip(cells, sides, strict=True)
-        ]
-        return f"<tr>{''.join(texts)}</tr>"
-
-    head = f"<thead>{row('th', table.columns)}</thead>" if has_headings else ""
-    caption = f'<caption style="text-align:left;font-weight:bold">{_html_text(table.title)}</caption>'
-    rows = "".join(row("td", cells) for cells in table.rows)
-    return f'<table style="margin:0.5em 0">{caption}{head}<tbody>{rows}</tbody></table>'
-
-
-def _html_text(text: str) -> str:
-    short = text if len(text) <= _HTML_CELL_LIMIT else f"{text[: _HTML_CELL_LIMIT - 3]}..."
-    return escape(short.encode("utf-8", "backslashreplace").decode())

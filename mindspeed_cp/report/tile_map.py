@@ -17,16 +17,15 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from mindspeed_cp.layout import ragged_arange
 from mindspeed_cp.plan import Plan
-from mindspeed_cp.report.figure import drawn_text, new_figure, rank_colours, write_png
-from mindspeed_cp.report.plan import PlanSummary, describe_heads, summarize_plan
-from mindspeed_cp.report.text import describe_attention, format_count
+from mindspeed_cp.report.files import drawn_text, new_figure, rank_colours
+from mindspeed_cp.report.plan import PlanSummary, describe_heads
+from mindspeed_cp.report.text import describe_attention, format_count, format_lengths
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,23 +37,9 @@ MIN_RUN_PIXELS = 3.0  # squares are shaded if coloured runs are shorter on avera
 GREY, FRAME = 0.88, 0.6
 
 
-def draw_tile_map(plan: Plan, path: str | Path, summary: PlanSummary | None = None) -> Path:
-    """Write the picture of a plan's forward to a PNG file.
-
-    Args:
-        plan: any plan.
-        path: file to write, with the suffix .png.
-        summary: `summarize_plan(plan)`, if it is at hand.
-
-    Raises:
-        ConfigError: matplotlib is not installed, or the file cannot be written or has another suffix.
-    """
-    return write_png(tile_map(plan, summary), path)
-
-
-def tile_map(plan: Plan, summary: PlanSummary | None = None) -> Figure:
-    """Return the picture as a matplotlib figure."""
-    summary = summary if summary is not None else summarize_plan(plan)
+def tile_map(summary: PlanSummary) -> Figure:
+    """Return the picture of a plan's forward. Raises ConfigError if matplotlib is not installed."""
+    plan = summary.plan
     ranks, steps = summary.work.shape
     side = max(MIN_SQUARE, min(MAX_SQUARE, MAX_WIDTH // max(steps, 1), MAX_HEIGHT // ranks) * 92 // 100)
     pitch = side + max(1, side // 12)
@@ -77,23 +62,25 @@ def tile_map(plan: Plan, summary: PlanSummary | None = None) -> Figure:
                 square[computed] = palette[owners[rank][step][computed]]
             if side >= MIN_FRAMED_SQUARE:
                 square[[0, -1]] = square[:, [0, -1]] = FRAME
-    return _figure(plan, summary, image, side, pitch, palette, is_shaded)
+    return _figure(summary, image, side, pitch, palette, is_shaded)
 
 
 def _figure(
-    plan: Plan, summary: PlanSummary, image: np.ndarray, side: int, pitch: int, palette: np.ndarray, is_shaded: bool
+    summary: PlanSummary, image: np.ndarray, side: int, pitch: int, palette: np.ndarray, is_shaded: bool
 ) -> Figure:
     """Return the image with the title, the names of steps, at each row the rank, what it holds and its work, and the
     meaning of the colours."""
-    width = max(image.shape[1] / DPI + 3.0, 8.5)
+    plan, width = summary.plan, max(image.shape[1] / DPI + 3.0, 8.5)
     nodes = f" ({plan.topology.nodes} nodes)" if plan.topology.nodes > 1 else ""
-    title = f"{plan.algorithm}: {_describe_documents(summary)} over {plan.ranks} ranks{nodes}"
+    lengths, kv_lengths = plan.documents.lengths, plan.kv_documents.lengths
+    keys = "" if kv_lengths is lengths else f"; their keys: {format_lengths(kv_lengths)}"
+    title = f"{plan.algorithm} over {plan.ranks} ranks{nodes}; documents: {format_lengths(lengths)}{keys}"
     imbalance = f"attention work of the slowest rank / mean: {summary.imbalance:.3f}"
     titles = [
         *textwrap.wrap(drawn_text(title), int(width * 11)),
         *textwrap.wrap(f"forward, {describe_attention(plan.attention)}; {imbalance}", int(width * 11)),
     ]
-    notes = [line for note in _notes(plan, summary, is_shaded) for line in textwrap.wrap(note, int(width * 14.5))]
+    notes = [line for note in _notes(summary, is_shaded) for line in textwrap.wrap(note, int(width * 14.5))]
     height = image.shape[0] / DPI + 0.2 * len(titles) + 0.16 * len(notes) + 0.7
     figure = new_figure(width, height, DPI, layout="constrained")
     figure.suptitle("\n".join(titles), x=0.01, ha="left", fontsize=10, weight="bold")
@@ -103,7 +90,7 @@ def _figure(
     axes.set_anchor("W")
     for spine in axes.spines.values():
         spine.set_visible(False)
-    shown_steps = range(0, summary.steps, -(-DPI // (2 * pitch)))
+    shown_steps = range(0, len(summary.labels), -(-DPI // (2 * pitch)))
     axes.set_xticks(
         [step * pitch + side / 2 for step in shown_steps], [f"step {summary.labels[i]}" for i in shown_steps]
     )
@@ -111,7 +98,7 @@ def _figure(
     ranks_to_draw = range(0, plan.ranks, -(-15 // pitch))
     centres = [rank * pitch + side / 2 for rank in ranks_to_draw]
     is_described = side >= MIN_DESCRIBED_SQUARE
-    axes.set_yticks(centres, [_describe_rank(plan, summary, rank, is_described) for rank in ranks_to_draw])
+    axes.set_yticks(centres, [_describe_rank(summary, rank, is_described) for rank in ranks_to_draw])
     for rank, label in zip(ranks_to_draw, axes.get_yticklabels(), strict=True):
         label.set(color=palette[rank] * 0.85, weight="bold")
     work = summary.work.sum(1)
@@ -230,25 +217,14 @@ def _mean_run(owners: Sequence[np.ndarray]) -> float:
     return pixels / max(begins, 1)
 
 
-def _describe_documents(summary: PlanSummary) -> str:
-    """Return "3 documents (700, 30, 4,100 tokens)"; in cross-attention with the numbers of queries and keys."""
-    lengths, kv_lengths = summary.lengths, summary.kv_lengths
-    is_crossed = kv_lengths is not lengths
-    if 0 < len(lengths) <= 6:
-        queries, keys = (", ".join(map(format_count, values)) for values in (lengths, kv_lengths))
-        amount = f"{queries} queries; {keys} keys" if is_crossed else f"{queries} tokens"
-        return f"1 document of {amount}" if len(lengths) == 1 else f"{len(lengths)} documents ({amount})"
-    amount = f"{format_count(lengths.sum())} {'queries' if is_crossed else 'tokens'}"
-    return f"{len(lengths):,} documents, {amount}" + (f" and {format_count(kv_lengths.sum())} keys" * is_crossed)
-
-
-def _describe_rank(plan: Plan, summary: PlanSummary, rank: int, is_long: bool) -> str:
+def _describe_rank(summary: PlanSummary, rank: int, is_long: bool) -> str:
     """Return the name of a rank and, if it may be long, what it holds, a line each."""
+    plan = summary.plan
     name = f"rank {rank}" + (f" (node {rank // plan.topology.ranks_per_node})" if plan.topology.nodes > 1 else "")
     if not is_long:
         return name
-    tokens = f"{format_count(summary.tokens[rank])} tokens"
-    if summary.kv_lengths is not summary.lengths:
+    tokens = f"{format_count(plan.layout.token_counts[rank])} tokens"
+    if plan.kv_documents.lengths is not plan.documents.lengths:
         tokens = f"{tokens[:-7]} queries, {format_count(plan.kv_layout_in.token_counts[rank])} keys"
     spans = plan.layout.rank_spans(rank)
     whole = int((spans["stop"] - spans["start"] == plan.documents.lengths[spans["doc"]]).sum())
@@ -258,13 +234,12 @@ def _describe_rank(plan: Plan, summary: PlanSummary, rank: int, is_long: bool) -
     return "\n".join(lines)
 
 
-def _notes(plan: Plan, summary: PlanSummary, is_shaded: bool) -> list[str]:
-    after = ""
-    if any(part.kv_redistribution is not None for part in plan.parts_or_self):
-        after = " after the all-to-all"
+def _notes(summary: PlanSummary, is_shaded: bool) -> list[str]:
+    plan = summary.plan
+    moves_keys = any(part.kv_redistribution is not None for part in plan.parts_or_self)
     notes = [
         "Grey: what the mask lets queries see; colour: what this rank computes in this step. The colour is that of the "
-        f"rank that has these keys and values{after}.",
+        f"rank that has these keys and values{' after the all-to-all' * moves_keys}.",
         "A square is the attention matrix of the whole batch: queries downwards, keys to the right. All squares have "
         f"one scale: coloured area {'times heads ' * summary.splits_heads}is work.",
     ]
@@ -283,6 +258,4 @@ def _notes(plan: Plan, summary: PlanSummary, is_shaded: bool) -> list[str]:
     if summary.splits_heads:
         notes.append("Ranks that exchange tokens for heads (all-to-all before and after the steps) compute the same "
                      "tokens, each for its own heads.")  # fmt: skip
-    elif summary.has_redistribution:
-        notes.append("Before and after the steps an all-to-all moves rows to where they are computed, and back.")
     return notes

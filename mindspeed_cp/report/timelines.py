@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,13 +24,12 @@ import numpy as np
 from mindspeed_cp.choose.compare import AlgorithmResult, Comparison
 from mindspeed_cp.choose.lower_bounds import balanced_lower_bound
 from mindspeed_cp.cluster import ComputeCost
-from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import Plan
-from mindspeed_cp.plan.program import DIRECTIONS
-from mindspeed_cp.report.figure import drawn_text, new_figure, write_png
+from mindspeed_cp.report.files import drawn_text, new_figure
 from mindspeed_cp.report.simulation import conclusion
 from mindspeed_cp.report.text import format_count
-from mindspeed_cp.simulate.timeline import Timeline, is_internode
+from mindspeed_cp.report.trace_events import ranks_to_draw, timeline_events
+from mindspeed_cp.simulate.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
 WIDTH, DPI = 9.0, 155  # 1,395 pixels: letters of 9 points are 10 pixels high where the picture is 700 wide
 SMALL, NORMAL, LARGE = 9.0, 10.0, 12.0  # points
 ROW = 0.24  # inches
-ROW_LIMIT = 8  # ranks of a timeline, unless the caller names them
+ROW_LIMIT = 8  # ranks of a timeline
 KERNEL_SHARE = 0.6  # of the height of a row; messages are below
 
 #: Meanings of colours by name.
@@ -56,24 +54,18 @@ TIMELINE_COLOURS = {
 }
 
 
-def draw_timelines(comparison: Comparison, path: str | Path, shown: Sequence[AlgorithmResult] | None = None) -> Path:
-    """Write the picture of a comparison to a PNG file.
+def comparison_figure(comparison: Comparison, shown: Sequence[AlgorithmResult] | None = None) -> Figure:
+    """Return the picture of a comparison.
 
     Args:
         comparison: simulated algorithms.
-        path: file to write, with the suffix .png.
         shown: algorithms whose timelines are drawn; default: the fastest and the even ring.
 
     Raises:
-        ConfigError: matplotlib is not installed, or the file cannot be written or has another suffix.
+        ConfigError: matplotlib is not installed.
     """
-    return write_png(comparison_figure(comparison, shown), path)
-
-
-def comparison_figure(comparison: Comparison, shown: Sequence[AlgorithmResult] | None = None) -> Figure:
-    """Return the picture of a comparison as a matplotlib figure."""
     drawn = list(dict.fromkeys((comparison.results[0], comparison.ring))) if shown is None else list(shown)
-    ranks = [ranks_to_draw(result.timeline) for result in drawn]
+    ranks = [ranks_to_draw(result.timeline, ROW_LIMIT) for result in drawn]
     case = comparison.case
     batch, topology = case.batches[0], case.topology
     several = f"{len(case.batches)} batches, the first with " if len(case.batches) > 1 else ""
@@ -91,39 +83,16 @@ def comparison_figure(comparison: Comparison, shown: Sequence[AlgorithmResult] |
     return axes[0].get_figure(root=True)  # type: ignore[return-value]
 
 
-def timeline_figure(timeline: Timeline, ranks: Sequence[int] | None = None) -> Figure:
-    """Return the picture of one simulated layer as a matplotlib figure.
-
-    Args:
-        timeline: result of :func:`mindspeed_cp.simulate_plan`.
-        ranks: ranks to draw; default: :func:`ranks_to_draw`.
-
-    Raises:
-        ConfigError: matplotlib is not installed, or `ranks` is empty or names a rank that does not exist.
-    """
-    shown = ranks_to_draw(timeline) if ranks is None else sorted(set(_checked(ranks, timeline.ranks)))
-    topology = timeline.plan.topology
+def timeline_figure(timeline: Timeline) -> Figure:
+    """Return the picture of one simulated layer."""
+    plan, shown = timeline.plan, ranks_to_draw(timeline, ROW_LIMIT)
+    topology, cost = plan.topology, ComputeCost(timeline.cluster, plan.attention, timeline.layer)
+    bound = balanced_lower_bound(plan.documents, plan.ranks, cost, plan.kv_documents)
     where = f"{topology.ranks} ranks ({topology.nodes} x {topology.ranks_per_node} of {timeline.cluster.name})"
     line = f"{where}. One layer, forward and backward, modelled: {timeline.total * 1e3:,.4g} ms"
     (axes,) = _panels([line], [len(shown)], topology.nodes > 1)
-    _draw_timeline(axes, timeline, timeline.plan.algorithm, shown, timeline.total, lower_bound(timeline))
+    _draw_timeline(axes, timeline, plan.algorithm, shown, timeline.total, bound)
     return axes.get_figure(root=True)  # type: ignore[return-value]
-
-
-def ranks_to_draw(timeline: Timeline, limit: int = ROW_LIMIT) -> list[int]:
-    """Return the ranks to draw: all; of too many the busiest, the one that waits longest, and others evenly spaced."""
-    if timeline.ranks <= limit:
-        return list(range(timeline.ranks))
-    chosen = {int(timeline.waiting.argmax()), int((timeline.compute + timeline.linear).argmax())}
-    chosen.update(np.linspace(0, timeline.ranks - 1, limit - len(chosen)).round().astype(int).tolist())
-    return sorted(chosen)
-
-
-def lower_bound(timeline: Timeline) -> float:
-    """Return the seconds that no plan of the same batch, ranks and layer can beat."""
-    plan = timeline.plan
-    cost = ComputeCost(timeline.cluster, plan.attention, timeline.layer)
-    return balanced_lower_bound(plan.documents, plan.ranks, cost, plan.kv_documents)
 
 
 def describe_sharing(plan: Plan) -> str:
@@ -208,6 +177,8 @@ def _draw_timeline(
         seconds: end of the axis of time.
         bound: lower bound, seconds.
     """
+    from matplotlib.collections import PolyCollection
+
     busy = timeline.compute + timeline.linear
     omitted = f"; {len(ranks)} of {timeline.ranks} ranks" if len(ranks) < timeline.ranks else ""
     share = 100 * float(busy.mean()) / (timeline.total or 1)
@@ -215,58 +186,28 @@ def _draw_timeline(
     axes.set_title(title, loc="left", fontsize=NORMAL, weight="bold")
     axes.set_xlabel(describe_sharing(timeline.plan), loc="left", fontsize=SMALL)
     axes.set_xlim(0, seconds * 1e3 or 1)
-    shown = np.asarray(ranks)
-    for direction in DIRECTIONS:
-        times = timeline.steps(direction)[shown]
-        rows = np.broadcast_to(np.arange(len(ranks))[:, None], times.shape[:2])
-        is_attention = timeline.is_attention(direction)
-        for colour, columns in ((direction, is_attention), ("linear", ~is_attention)):
-            _boxes(axes, colour, rows[:, columns], times[:, columns, 0], times[:, columns, 1])
-        _boxes(axes, "exposed", rows, times[:, :, 1], times[:, :, 2])
-        sent = timeline.transfers(direction)
-        sent = sent[np.isin(sent["dst"], shown)]
-        is_far = is_internode(sent, timeline.cluster).astype(bool)
-        for line, (colour, mask) in enumerate((("near", ~is_far), ("far", is_far))):
-            row = np.searchsorted(shown, sent["dst"][mask])
-            top = KERNEL_SHARE + 0.04 + 0.15 * line
-            _boxes(axes, colour, row, sent["begin"][mask], sent["end"][mask], top, 0.13)
-    all_rows = np.arange(len(ranks))
-    forward, backward = (timeline.steps(direction)[shown] for direction in DIRECTIONS)
-    _boxes(axes, "linear", all_rows, forward[:, -1, 2], backward[:, 0, 0])
-    _boxes(axes, "late", all_rows, backward[:, -1, 2], np.full(len(ranks), timeline.total))
+    boxes: dict[str, list[tuple[tuple[float, float], ...]]] = {}
+    for event in timeline_events(timeline, ranks):
+        top, bottom = 0.0, KERNEL_SHARE
+        colour = {"wait": "exposed", "attention": event.name.split()[-1]}.get(event.category, event.category)
+        if event.thread == "receive":
+            colour = "far" if event.details["between"] == "nodes" else "near"
+            top = KERNEL_SHARE + (0.19 if colour == "far" else 0.04)
+            bottom = top + 0.13
+        if event.thread != "send":
+            (x0, x1), row = (event.start * 1e3, (event.start + event.seconds) * 1e3), ranks.index(event.rank)
+            corners = (x0, row + top), (x1, row + top), (x1, row + bottom), (x0, row + bottom)
+            boxes.setdefault(colour, []).append(corners)
+    for colour, rectangles in boxes.items():
+        collection = PolyCollection(rectangles, facecolors=TIMELINE_COLOURS[colour][0], linewidths=0)
+        collection.set_in_layout(False)  # inside the axes
+        axes.add_collection(collection, autolim=False)
     if bound is not None:
         axes.axvline(bound * 1e3, color=TIMELINE_COLOURS["bound"][0], linewidth=1.8)
     per_node, nodes = timeline.plan.topology.ranks_per_node, timeline.plan.topology.nodes
     names = [f"rank {rank}" + (f", node {rank // per_node}" if nodes > 1 else "") for rank in ranks]
-    axes.set_yticks(all_rows + KERNEL_SHARE / 2, names)
-    for row, value in enumerate(busy[shown] / (busy.mean() or 1)):
+    axes.set_yticks(np.arange(len(ranks)) + KERNEL_SHARE / 2, names)
+    for row, value in enumerate(busy[list(ranks)] / (busy.mean() or 1)):
         axes.text(1.005, row + KERNEL_SHARE / 2, f"{value:.2f}", fontsize=SMALL, va="center",
                   transform=axes.get_yaxis_transform())  # fmt: skip
     axes.set_title("busy / mean", loc="right", fontsize=SMALL, color="0.3")
-
-
-def _boxes(
-    axes: Axes, name: str, row: np.ndarray, begin: np.ndarray, end: np.ndarray, down: float = 0.0,
-    height: float = KERNEL_SHARE,
-) -> None:  # fmt: skip
-    """Draw rectangles from `begin` to `end` (seconds), `down` below the top of their rows."""
-    from matplotlib.collections import PolyCollection
-
-    row, begin, end = (np.asarray(values, np.float64).ravel() for values in (row, begin, end))
-    is_visible = end > begin
-    x0, x1, y0 = begin[is_visible] * 1e3, end[is_visible] * 1e3, row[is_visible] + down
-    corners = np.stack([np.stack([x0, x1, x1, x0], 1), np.stack([y0, y0, y0 + height, y0 + height], 1)], 2)
-    colour = TIMELINE_COLOURS[name][0]
-    boxes = PolyCollection(list(corners), facecolors=colour, linewidths=0)
-    boxes.set_in_layout(False)  # inside the axes
-    axes.add_collection(boxes, autolim=False)
-
-
-def _checked(ranks: Sequence[int], count: int) -> list[int]:
-    """Return the ranks. Raises ConfigError if there are none, or one does not exist."""
-    numbers = list(ranks)
-    wrong = [rank for rank in numbers if not isinstance(rank, (int, np.integer)) or not 0 <= rank < count]
-    if wrong or not numbers:
-        value = repr(wrong[0]) if wrong else "empty"
-        raise ConfigError(f"ranks to draw: is or contains {value}; valid: numbers from 0 to {count - 1}, or None")
-    return [int(rank) for rank in numbers]

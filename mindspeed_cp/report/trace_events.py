@@ -19,10 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mindspeed_cp.plan.program import DIRECTIONS
-from mindspeed_cp.plan.tiles import count_pairs
-from mindspeed_cp.plan.transfers import KINDS, steps_of_parts
+from mindspeed_cp.plan.transfers import KINDS
 from mindspeed_cp.report.files import check_output_path, write_atomically
-from mindspeed_cp.report.timelines import ranks_to_draw
 from mindspeed_cp.simulate.timeline import MESSAGE_KIND_NAMES, Timeline, is_internode, wait_records
 
 #: Threads of a rank from top to bottom; other threads come below.
@@ -33,16 +31,11 @@ THREAD_ORDER = ("compute", "send", "receive")
 PROCESS_STRIDE = 100_000
 
 NANOSECONDS = 1e9
+_BETWEEN = ("ranks of a node", "nodes")
 
 #: Largest number of ranks, and of steps of all ranks in both directions, that are recorded; some ranks stand for the
 #: others.
 RECORDED_RANK_LIMIT, RECORDED_STEP_LIMIT = 64, 12_000
-
-#: Largest number of key spans of the recorded ranks, in both directions, beyond which their tiles are not counted.
-COUNTED_SPAN_LIMIT = 2**19
-
-#: Number of documents that an event lists, those with most work first.
-LISTED_DOCUMENTS = 4
 
 
 class TraceEvent(NamedTuple):
@@ -174,13 +167,6 @@ def timeline_recording(timeline: Timeline, name: str) -> Recording:
     """
     steps = timeline.steps_forward.shape[1] + timeline.steps_backward.shape[1]
     shown = ranks_to_draw(timeline, min(RECORDED_RANK_LIMIT, max(4, RECORDED_STEP_LIMIT // steps)))
-    events: list[TraceEvent] = []
-    for direction in DIRECTIONS:
-        events += _kernels(timeline, direction, shown)
-        events += _waits(timeline, direction, shown)
-        for thread, end in (("send", "src"), ("receive", "dst")):
-            events += _messages(timeline, direction, shown, thread, end)
-    events += _rest(timeline, shown)
     metadata = {
         "modelled": True,
         "layer_seconds": timeline.total,
@@ -188,7 +174,26 @@ def timeline_recording(timeline: Timeline, name: str) -> Recording:
         "ranks_shown": len(shown),
         "cluster": timeline.cluster.name,
     }
-    return Recording(name, events, metadata)
+    return Recording(name, list(timeline_events(timeline, shown)), metadata)
+
+
+def ranks_to_draw(timeline: Timeline, limit: int) -> list[int]:
+    """Return the ranks to draw: all; of too many the busiest, the one that waits longest, and others evenly spaced."""
+    if timeline.ranks <= limit:
+        return list(range(timeline.ranks))
+    chosen = {int(timeline.waiting.argmax()), int((timeline.compute + timeline.linear).argmax())}
+    chosen.update(np.linspace(0, timeline.ranks - 1, limit - len(chosen)).round().astype(int).tolist())
+    return sorted(chosen)
+
+
+def timeline_events(timeline: Timeline, ranks: Sequence[int]) -> Iterator[TraceEvent]:
+    """Yield what some ranks of a simulated layer compute, send and receive, and what they wait for."""
+    for direction in DIRECTIONS:
+        yield from _kernels(timeline, direction, ranks)
+        yield from _waits(timeline, direction, ranks)
+        for thread, end in (("send", "src"), ("receive", "dst")):
+            yield from _messages(timeline, direction, ranks, thread, end)
+    yield from _rest(timeline, ranks)
 
 
 def _kernels(timeline: Timeline, direction: str, ranks: Sequence[int]) -> Iterator[TraceEvent]:
@@ -196,43 +201,16 @@ def _kernels(timeline: Timeline, direction: str, ranks: Sequence[int]) -> Iterat
     plan, edge = timeline.plan, timeline.edge_steps
     names = [f"{part}.{step}" if plan.parts else str(step) for part, step in plan.step_order(direction)]
     is_attention = timeline.is_attention(direction)
-    programs = [getattr(part, direction) for part in plan.parts_or_self]
-    spans = sum(int(program.contents["count"].sum()) for program in programs) * len(ranks) / timeline.ranks
     for rank in ranks:
-        work = _work_of_steps(timeline, direction, rank) if spans <= COUNTED_SPAN_LIMIT else {}
         for step, (start, computed, _) in enumerate(timeline.steps(direction)[rank].tolist()):
-            details: dict[str, Any] = {"step": step}
             if computed <= start:
                 continue
+            what, category, details = "posts messages", "attention", {"step": str(step)}
             if not is_attention[step]:
-                details["tokens"] = int(plan.layout.token_counts[rank])
                 what, category = "projections", "linear"
             elif 0 <= step - edge < len(names):
-                details |= {"plan_step": names[step - edge], **work.get(step, {})}
-                what, category = "attention", "attention"
-            else:
-                what, category = "posts messages", "attention"
+                what, details["plan_step"] = "attention", names[step - edge]
             yield TraceEvent(rank, "compute", f"{what} {direction}", start, computed - start, category, details)
-
-
-def _work_of_steps(timeline: Timeline, direction: str, rank: int) -> dict[int, dict[str, Any]]:
-    """Return the number of tiles, pairs and documents of each step of a rank in which it computes attention."""
-    plan, work = timeline.plan, {}
-    for part, steps in zip(plan.parts_or_self, steps_of_parts(plan, direction), strict=True):
-        tiles = getattr(part, direction).tiles(rank)
-        pairs, heads = count_pairs(tiles, plan.attention), part.q_layout_compute.head_counts(plan.attention.heads)[rank]
-        for step in np.unique(tiles["step"]).tolist():
-            chosen = tiles["step"] == step
-            by_document = np.bincount(tiles["doc"][chosen], pairs[chosen])
-            largest = np.argsort(-by_document, kind="stable")[:LISTED_DOCUMENTS]
-            work[int(steps[step])] = {
-                "tiles": int(chosen.sum()),
-                "pairs": int(pairs[chosen].sum()),
-                "heads": int(heads),
-                "documents_in_all": int(np.count_nonzero(by_document)),
-                "documents": largest[by_document[largest] > 0].tolist(),
-            }
-    return work
 
 
 def _waits(timeline: Timeline, direction: str, ranks: Sequence[int]) -> Iterator[TraceEvent]:
@@ -240,18 +218,11 @@ def _waits(timeline: Timeline, direction: str, ranks: Sequence[int]) -> Iterator
     sent, waits = timeline.transfers(direction), wait_records(timeline, direction)
     far = is_internode(sent, timeline.cluster)
     for wait in waits[np.isin(waits["rank"], ranks)]:
-        message = sent[wait["message"]]
-        details = {
-            "step": int(wait["step"]),
-            "for": MESSAGE_KIND_NAMES[int(message["kind"])],
-            "src": int(message["src"]),
-            "dst": int(message["dst"]),
-            "bytes": int(message["bytes"]),
-            "between": "nodes" if far[wait["message"]] else "ranks of a node",
-        }
+        message, kind = sent[wait["message"]], MESSAGE_KIND_NAMES[int(sent["kind"][wait["message"]])]
+        details: dict[str, Any] = {name: int(message[name]) for name in ("src", "dst", "bytes")}
+        details |= {"step": int(wait["step"]), "for": kind, "between": _BETWEEN[far[wait["message"]]]}
         begin, end = float(wait["begin"]), float(wait["end"])
-        name = f"waits for {details['for']}"
-        yield TraceEvent(int(wait["rank"]), "compute", name, begin, end - begin, "wait", details)
+        yield TraceEvent(int(wait["rank"]), "compute", f"waits for {kind}", begin, end - begin, "wait", details)
 
 
 def _messages(timeline: Timeline, direction: str, ranks: Sequence[int], thread: str, end: str) -> Iterator[TraceEvent]:
@@ -274,17 +245,10 @@ def _messages(timeline: Timeline, direction: str, ranks: Sequence[int], thread: 
     for (rank, step, kind_number, _, is_far), numbers in groups.items():
         messages = sent[numbers]
         messages = messages[np.argsort(-messages["bytes"], kind="stable")]
-        kind, peers = KINDS[kind_number], messages[peer].tolist()
-        details = {
-            "kind": kind,
-            "bytes": int(messages["bytes"].sum()),
-            "src": rank if end == "src" else peers,
-            "dst": rank if end == "dst" else peers,
-            "between": "nodes" if is_far else "ranks of a node",
-            "posted_in_step": step,
-            "due_in_step": int(messages["done"].min()),
-        }
-        begin, until = float(messages["begin"].min()), float(messages["end"].max())
+        kind, begin, until = KINDS[kind_number], float(messages["begin"].min()), float(messages["end"].max())
+        details: dict[str, Any] = {"kind": kind, "bytes": int(messages["bytes"].sum())}
+        details |= {end: rank, peer: messages[peer].tolist()}
+        details |= {"between": _BETWEEN[is_far], "posted_in_step": step, "due_in_step": int(messages["done"].min())}
         yield TraceEvent(rank, thread, f"{kind} {direction}", begin, until - begin, kind, details)
 
 

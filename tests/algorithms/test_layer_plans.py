@@ -7,7 +7,7 @@ import pytest
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology, build_plan, verify_plan
 from mindspeed_cp.algorithms import ALGORITHMS, register_algorithm
 from mindspeed_cp.algorithms.plan_cache import PlanCache, build_layer_plans
-from mindspeed_cp.report.plan import summarize_plan
+from mindspeed_cp.report.plan import PlanSummary
 
 DOCUMENTS = Documents([700, 3, 0, 90, 41, 260, 12])
 ATTENTIONS = (
@@ -72,7 +72,7 @@ def test_a_window_fetches_only_what_it_needs() -> None:
     window, full = build_layer_plans(
         Documents([4000]), Topology(1, 4), ATTENTIONS[:2], "hierarchical", head_split=False
     )
-    sent = [int(summarize_plan(plan).sent_forward.sum()) for plan in (window, full)]
+    sent = [int(PlanSummary(plan).sent_forward.sum()) for plan in (window, full)]
     assert window.algorithm == "kv_fetch" and 0 < sent[0] < sent[1] / 10
 
 

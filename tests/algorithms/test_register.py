@@ -28,7 +28,9 @@ from mindspeed_cp.layout import contiguous, zigzag
 from mindspeed_cp.plan import Messages
 from mindspeed_cp.plan.program import Program
 from mindspeed_cp.plan.records import CONTENT
-from mindspeed_cp.report.tile_map import draw_tile_map
+from mindspeed_cp.report.files import write_png
+from mindspeed_cp.report.plan import PlanSummary
+from mindspeed_cp.report.tile_map import tile_map
 
 
 def build_whole(documents: Documents, kv_documents: Documents, topology: Topology, attention: AttentionConfig, *,
@@ -76,7 +78,7 @@ def test_it_is_proved_simulated_and_drawn(tmp_path) -> None:  # type: ignore[no-
     plan = build_plan(DOCUMENTS, TOPOLOGY, ATTENTION, "one_rank", stride=3)
     verify_plan(plan)
     assert simulate_plan(plan, load_cluster("a2").with_ranks(4)).total > 0
-    draw_tile_map(plan, tmp_path / "plan.png")
+    write_png(tile_map(PlanSummary(plan)), tmp_path / "plan.png")
     assert (tmp_path / "plan.png").stat().st_size > 0
 
 

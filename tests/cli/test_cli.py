@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,10 +13,8 @@ import numpy as np
 import pytest
 
 from mindspeed_cp import AttentionConfig, Documents, Plan, Topology, build_plan
-from mindspeed_cp.algorithms import ALGORITHMS
 from mindspeed_cp.cli.main import run
-from mindspeed_cp.plan import peak_bytes, traffic
-from mindspeed_cp.report.plan import summarize_plan
+from mindspeed_cp.report.plan import PlanSummary
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,7 +62,7 @@ def test_plan_names_its_cluster_and_its_modelled_time(
     assert f"{100 * expected['fraction_of_bound']:.1f} % of it" in rows["... lower bound"]
     assert run(["plan", "--lengths", "700", "--ranks", "16"]) == 0
     assert "a2 (no cluster is named; nodes of 16 ranks are imagined)" in capsys.readouterr().out
-    monkeypatch.setattr("mindspeed_cp.cli.case.MAX_SIMULATED_RANKS", 3)
+    monkeypatch.setattr("mindspeed_cp.cli.lengths.MAX_SIMULATED_RANKS", 3)
     assert run([*command, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["cluster"] == "a3" and told["modelled"]["seconds"] is None
@@ -113,55 +112,35 @@ def test_plan_reads_lengths_from_files(tmp_path: Path, capsys: pytest.CaptureFix
     assert seen[0]["tokens"] == 6237 and all(plan == seen[0] for plan in seen)
 
 
-@pytest.mark.parametrize(
-    "algorithm",
-    [pytest.param(name, marks=() if i % 3 == 0 else pytest.mark.thorough) for i, name in enumerate(ALGORITHMS)],
-)
-def test_plan_draws_every_algorithm_and_prints_bytes(
-    algorithm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize("algorithm", ["ulysses", "hierarchical"])
+def test_plan_draws_and_prints_bytes(algorithm: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "out.png"
     batch = ["plan", "--lengths", "700,30,4100", "--ranks", "4", "--algorithm", algorithm, "--png", str(path)]
     assert run(batch) == 0
     assert path.read_bytes().startswith(b"\x89PNG")
     text = capsys.readouterr().out
     assert str(path) in text and "sent in the forward" in text and "buffers backward" in text
-    plan = build_plan(Documents([700, 30, 4100]), Topology(1, 4), AttentionConfig(8, head_dim=64), algorithm)
-    splits = not plan.parts and plan.q_layout_compute.heads is not None
-    assert splits or algorithm not in ("ulysses", "hybrid")
-    assert ("heads" in next(line for line in text.splitlines() if "spans" in line)) == splits
-    assert run([*batch, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [rank["bytes_sent"]["total"] for rank in told["per_rank"]] == traffic(plan)["total"].tolist()
-    assert told["bytes_sent_forward"] + told["bytes_sent_backward"] == traffic(plan)["total"].sum()
-    for way in ("forward", "backward"):
-        told_bytes = [rank[f"peak_buffer_bytes_{way}"] for rank in told["per_rank"]]
-        assert told_bytes == peak_bytes(plan, way)["total"].tolist()
+    heading = next(line for line in text.splitlines() if "spans" in line)
+    assert ("heads" in heading) == (algorithm == "ulysses")
 
 
 @pytest.mark.parametrize(
     ("arguments", "hint"),
     [
-        (["--algorithm", "double_ring"], "one window of all ranks is the ring; give --set cp_window_size"),
-        (["--algorithm", "double_ring", "--set", "cp_window_size=4"], "one window of all ranks is the ring"),
-        (["--algorithm", "double_ring", "--nodes", "2"], None),
-        (["--algorithm", "double_ring", "--set", "cp_window_size=2"], None),
-        (
-            ["--algorithm", "ulysses", "--heads", "3", "--head-dim", "128"],
-            "3 heads are fewer than 4 ranks: 1 of these computes nothing",
-        ),
-        (
-            ["--algorithm", "ulysses", "--heads", "2", "--head-dim", "128"],
-            "2 heads are fewer than 4 ranks: 2 of these compute nothing",
-        ),
-        (["--algorithm", "ulysses", "--heads", "4", "--head-dim", "128"], None),
-        (["--algorithm", "ring"], None),
+        ("--algorithm double_ring", "one window of all ranks is the ring; give --set cp_window_size"),
+        ("--algorithm double_ring --set cp_window_size=4", "one window of all ranks is the ring"),
+        ("--algorithm double_ring --nodes 2", None),
+        ("--algorithm double_ring --set cp_window_size=2", None),
+        ("--algorithm ulysses --heads 3 --head-dim 128", "3 heads are fewer than 4 ranks: 1 of these computes nothing"),
+        ("--algorithm ulysses --heads 2 --head-dim 128", "2 heads are fewer than 4 ranks: 2 of these compute nothing"),
+        ("--algorithm ulysses --heads 4 --head-dim 128", None),
+        ("--algorithm ring", None),
     ],
 )
 def test_plan_notes_a_double_ring_of_one_window_and_idle_ranks(
-    arguments: list[str], hint: str | None, capsys: pytest.CaptureFixture[str]
+    arguments: str, hint: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(["plan", "--lengths", "700,30,410", "--ranks", "4", *arguments]) == 0
+    assert run(["plan", "--lengths", "700,30,410", "--ranks", "4", *arguments.split()]) == 0
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
     assert [hint in note for note in notes] == [True] if hint else not notes
 
@@ -205,70 +184,51 @@ def test_plan_options_are_those_of_build_plan(
     assert run(["plan", *arguments, "--lengths", "500 37 120", "--json", "--verify", "--set", "train.bf16=false"]) == 0
     told = json.loads(capsys.readouterr().out)
     counts = {name: value for name, value in told.items() if name not in ("cluster", "modelled", "notes")}
-    assert counts == {**summarize_plan(expected(Documents([500, 37, 120])), 4).as_dict(), "verified": True, "png": None}
+    assert counts == {**PlanSummary(expected(Documents([500, 37, 120])), 4).as_dict(), "verified": True, "png": None}
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["plan"], "--lengths"),
-        (["plan", "--lengths", "5,x"], "'x' is not a length"),
-        (["plan", "--lengths", "-5"], "'-5' is negative"),
-        (["plan", "--lengths", "99999999999"], "'99999999999' is too long for a document"),
-        (["plan", "--lengths", "5", "--cp", "0"], "'--cp'"),
-        (["plan", "--lengths", "5", "--ranks", "many"], "'--ranks'"),
+        ("plan", "--lengths"),
+        ("plan --lengths 5,x", "'x' is not a length"),
+        ("plan --lengths -5", "'-5' is negative"),
+        ("plan --lengths 99999999999", "'99999999999' is too long for a document"),
+        ("plan --lengths 5 --cp 0", "'--cp'"),
+        ("plan --lengths 5 --ranks many", "'--ranks'"),
+        ("plan --lengths 5 --cp 6 --nodes 2 --ranks-per-node 2", "2 x --ranks-per-node 2 = 4"),
+        ("plan --lengths 5 --mask window", "--mask 'window': valid: causal, full; for a window: --set"),
+        ("plan --lengths 5 --algorithm auto", "--algorithm: algorithm auto chooses among plans"),
         (
-            ["plan", "--lengths", "5", "--cp", "6", "--nodes", "2", "--ranks-per-node", "2"],
-            "2 x --ranks-per-node 2 = 4",
-        ),
-        (["plan", "--lengths", "5", "--mask", "window"], "--mask 'window': valid: causal, full; for a window: --set"),
-        (
-            ["plan", "--lengths", "5", "--algorithm", "auto"],
-            "--algorithm: algorithm auto chooses among plans",
-        ),
-        (
-            ["plan", "--lengths", "5", "--algorithm", "ring", "--set", "prefetch=2"],
+            "plan --lengths 5 --algorithm ring --set prefetch=2",
             "prefetch = 2: algorithm ring has no such option; algorithms that have it: direct, hierarchical; to leave it out: ",
         ),
         (
-            ["plan", "--lengths", "900,70", "--algorithm", "hierarchical", "--set", "max_seqlen_per_dp_cp_rank=200"],
+            "plan --lengths 900,70 --algorithm hierarchical --set max_seqlen_per_dp_cp_rank=200",
             "document 0 has 900 tokens, more than 4 ranks of max_seqlen_per_dp_cp_rank = 200 hold; valid: max_seqlen_per_dp_cp_rank of 243 or more",
         ),
         (
-            ["plan", "--lengths", "9", "--ranks", "12", "--algorithm", "hierarchical", "--set", "cluster=h800"],
+            "plan --lengths 9 --ranks 12 --algorithm hierarchical --set cluster=h800",
             "cluster is 'h800', whose nodes have 8 ranks, but the topology has 12 on a node",
         ),
-        (["plan", "--lengths", "5", "--set", "depth=2"], "depth: unknown key"),
-        (
-            ["plan", "--lengths", "5", "--kv-lengths", "6"],
-            "valid: mask 'full', or kv_documents with the lengths of documents",
-        ),
-        (["plan", "--lengths", "5", "--kv-lengths", "6,7", "--mask", "full"], "one length of keys for each"),
-        (["plan", "--lengths", "5", "--png", "/no/such/folder/x.png"], "there is no folder"),
-        (["plan", "--lengths", "5", "--unknown"], "--unknown"),
-        (["plan", "configs/ring.yaml", "surplus"], "surplus"),
-        (["plna"], "plna"),
-        (["train", "configs/reference.yaml", "--set", "train.lrr=1"], "did you mean train.lr?"),
-        (["train", "configs/reference.yaml", "--nproc", "0"], "0 ranks do not fit"),
-        (["train", "configs/reference.yaml", "--nproc", "x"], "'--nproc'"),
-        (
-            [
-                "train",
-                "configs/reference.yaml",
-                "--set",
-                "context_parallel_suite.context_parallel_size=4",
-                "--nproc",
-                "6",
-            ],
-            "6 ranks",
-        ),
+        ("plan --lengths 5 --set depth=2", "depth: unknown key"),
+        ("plan --lengths 5 --kv-lengths 6", "valid: mask 'full', or kv_documents with the lengths of documents"),
+        ("plan --lengths 5 --kv-lengths 6,7 --mask full", "one length of keys for each"),
+        ("plan --lengths 5 --png /no/such/folder/x.png", "there is no folder"),
+        ("plan --lengths 5 --unknown", "--unknown"),
+        ("plan configs/ring.yaml surplus", "surplus"),
+        ("plna", "plna"),
+        ("train configs/reference.yaml --set train.lrr=1", "did you mean train.lr?"),
+        ("train configs/reference.yaml --nproc 0", "0 ranks do not fit"),
+        ("train configs/reference.yaml --nproc x", "'--nproc'"),
+        ("train configs/reference.yaml --set context_parallel_suite.context_parallel_size=4 --nproc 6", "6 ranks"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
-    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    arguments: str, expected: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    assert expected in failure(capsys, *arguments)
+    assert expected in failure(capsys, *shlex.split(arguments))
 
 
 def test_help_of_every_command_cuts_no_name_at_80_columns(
@@ -342,7 +302,7 @@ def test_an_error_that_is_not_the_users_keeps_its_traceback(monkeypatch: pytest.
     def broken(*arguments: object) -> None:
         raise KeyError("a bug")
 
-    monkeypatch.setattr(cli_plan, "_make_settings", broken)
+    monkeypatch.setattr(cli_plan, "make_settings", broken)
     with pytest.raises(KeyError, match="a bug"):
         run(["plan", "--lengths", "5"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -114,11 +115,11 @@ def test_a_choice_says_why_in_three_lines_and_is_compared(capsys: pytest.Capture
 
 
 def test_a_choice_for_a_training_knows_the_sizes_of_its_model() -> None:
-    from mindspeed_cp.cli.simulate import _choose
+    from mindspeed_cp.cli.simulate import choose
 
     problem, wanted = read_case(SimulateOptions(config=ROOT / "configs" / "hierarchical.yaml", algorithms="ring"))
     assert problem.sizes["hidden_size"] == 128 and len(wanted) == 1
-    decision = _choose(problem, wanted)
+    decision = choose(problem, wanted)
     assert wanted[1].algorithm == decision.candidate.algorithm == "hierarchical"
     assert wanted[1].all_options(problem.sizes).items() >= problem.sizes.items()
 
@@ -235,71 +236,62 @@ def test_a_bad_line_of_a_lengths_file_is_named_by_its_number(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ((), ("settings file", "--lengths", "prolong, wikipedia")),
-        (("--lengths", "wikipeda"), ("did you mean wikipedia?", "prolong, wikipedia")),
-        (("--lengths", "none.txt"), ("no such file", "prolong, wikipedia")),
-        (("--lengths", "0,0"), ("no tokens",)),
-        (("--lengths", "0,0", "--batches", "2"), ("no document with a token",)),
-        (("--lengths", ""), ("--lengths ''", "prolong, wikipedia")),
-        (("--lengths", "268435000,457"), ("--lengths 268435000,457: 268,435,457 tokens", "at most 268,435,456")),
+        ("", ("settings file", "--lengths", "prolong, wikipedia")),
+        ("--lengths wikipeda", ("did you mean wikipedia?", "prolong, wikipedia")),
+        ("--lengths none.txt", ("no such file", "prolong, wikipedia")),
+        ("--lengths 0,0", ("no tokens",)),
+        ("--lengths 0,0 --batches 2", ("no document with a token",)),
+        ("--lengths ''", ("--lengths ''", "prolong, wikipedia")),
+        ("--lengths 268435000,457", ("--lengths 268435000,457 over", "268,435,457 tokens, and at most 268,435,456")),
         (
-            ("--lengths", "wikipedia", "--nodes", "512", "--tokens-per-rank", "65536"),
-            ("--lengths wikipedia: ", "documents over 4,096 ranks are ", "chunks", "at most 16,777,216"),
+            "--lengths wikipedia --nodes 512 --tokens-per-rank 65536",
+            ("--lengths wikipedia, --tokens-per-rank 65536 over 4,096 ranks: ", "chunks", "at most 16,777,216"),
         ),
-        (("--lengths", "1", "--tokens-per-rank", "2097153"), ("16,777,224 documents over 8 ranks", "16,777,216")),
+        ("--lengths 1 --tokens-per-rank 2097153", ("over 8 ranks: 16,777,224 chunks of documents", "16,777,216")),
+        ("--lengths 700 --cluster a4", ("cluster 'a4'", "a2, a3, a3_superpod, a800, a950, atlas350, h200, h800")),
         (
-            ("--lengths", "700", "--cluster", "a4"),
-            ("cluster 'a4'", "a2, a3, a3_superpod, a800, a950, atlas350, h200, h800"),
-        ),
-        (
-            ("configs/quickstart.yaml", "--cluster", ""),
+            "configs/quickstart.yaml --cluster ''",
             ("cluster ''", "a2, a3, a3_superpod, a800, a950, atlas350, h200, h800"),
         ),
-        (("--lengths", "700", "--ranks-per-node", "16"), ("'a2'", "8 ranks", "16 on a node")),
-        (("--lengths", "700", "--nodes", "5000"), ("--nodes 5000", "40,000 ranks", "4,096")),
-        (("--lengths", "wikipedia", "--tokens-per-rank", "99999999"), ("--tokens-per-rank 99999999", "33,554,432")),
-        (("--lengths", "wikipedia", "--batches", "1001"), ("--batches 1001", "1000")),
-        (("--lengths", "700", "--nodes", "9" * 30), ("--nodes 999", "4,096")),
-        (("--lengths", "700", "--heads", "16385"), ("--heads 16385", "1 to 16,384")),
-        (("--lengths", "700", "--head-dim", "9" * 30), ("--head-dim 999", "1 to 16,384")),
+        ("--lengths 700 --ranks-per-node 16", ("'a2'", "8 ranks", "16 on a node")),
+        ("--lengths 700 --nodes 5000", ("40,000 ranks, and at most 4,096",)),
+        ("--lengths wikipedia --tokens-per-rank 99999999", ("--tokens-per-rank 99999999", "268,435,456")),
+        ("--lengths wikipedia --batches 1001", ("'--batches'", "1000")),
+        ("--lengths 700 --nodes " + "9" * 30, ("context_parallel_size", "999")),
+        ("--lengths 700 --heads 16385", ("'--heads'", "16384")),
+        ("--lengths 700 --head-dim " + "9" * 30, ("'--head-dim'", "16384")),
         (
-            ("--lengths", "700", "--heads", "7", "--head-dim", "64", "--kv-heads", "2"),
+            "--lengths 700 --heads 7 --head-dim 64 --kv-heads 2",
             ("--kv-heads: model.num_query_groups = 2: must divide", "7"),
         ),
-        (("--lengths", "700", "--algorithms", "rings"), ("--algorithms", "did you mean ring?")),
-        (("--lengths", "700", "--algorithms", "ring:prefetch=2"), ("'prefetch=2': ring has no such option", "layout=")),
+        ("--lengths 700 --algorithms rings", ("--algorithms", "did you mean ring?")),
+        ("--lengths 700 --algorithms ring:prefetch=2", ("'prefetch=2': ring has no such option", "layout=")),
         (
-            ("--lengths", "700", "--algorithms", "ring,hierarchical:fetch_pieces=0"),
+            "--lengths 700 --algorithms ring,hierarchical:fetch_pieces=0",
             (
                 "--algorithms hierarchical:fetch_pieces=0: hierarchical: fetch_pieces is 0; valid: a whole number of pieces >= 1",
             ),
         ),
-        (("--lengths", "700", "--algorithms", "all,ring"), ("all stands alone",)),
-        (("--lengths", "700", "--algorithms", ","), ("names no algorithm", "hierarchical")),
-        (("--lengths", "700", "--show", "", "--png", "x.png"), ("--show ''", "names no algorithm")),
-        (
-            ("--lengths", "700", "--algorithms", "direct", "--show", "hybrid", "--png", "x.png"),
-            ("'hybrid' was not simulated", "direct"),
-        ),
-        (("--lengths", "700", "--sharing", "lifo"), ("--sharing 'lifo'", "fair, fifo")),
-        (("--lengths", "700", "--show", "ring"), ("--show ring", "--png and --trace")),
-        (("--lengths", "700", "--png", "a.jpg"), ("'.jpg'", ".png")),
-        (("--lengths", "700", "--trace", "none/a.json"), ("there is no folder none",)),
-        (("none.yaml",), ("none.yaml: no such file",)),
-        (("configs/quickstart.yaml", "--kv-heads", "3"), ("--kv-heads: model.num_query_groups = 3",)),
-        (("--lengths", "700", "--ranks", "6", "--nodes", "4"), ("--ranks 6: must be a multiple of --nodes 4",)),
-        (("configs/quickstart.yaml", "--seed", "3"), ("--seed 3", "train.seed=3")),
-        (("configs/quickstart.yaml", "--tokens-per-rank", "100"), ("data.seq_length=400",)),
+        ("--lengths 700 --algorithms all,ring", ("all stands alone",)),
+        ("--lengths 700 --algorithms ,", ("names no algorithm", "hierarchical")),
+        ("--lengths 700 --show '' --png x.png", ("--show ''", "names no algorithm")),
+        ("--lengths 700 --algorithms direct --show hybrid --png x.png", ("'hybrid' was not simulated", "direct")),
+        ("--lengths 700 --sharing lifo", ("--sharing 'lifo'", "fair, fifo")),
+        ("--lengths 700 --show ring", ("--show ring", "--png and --trace")),
+        ("--lengths 700 --png a.jpg", ("'.jpg'", ".png")),
+        ("--lengths 700 --trace none/a.json", ("there is no folder none",)),
+        ("none.yaml", ("none.yaml: no such file",)),
+        ("configs/quickstart.yaml --kv-heads 3", ("--kv-heads: model.num_query_groups = 3",)),
+        ("--lengths 700 --ranks 6 --nodes 4", ("--ranks 6: must be a multiple of --nodes 4",)),
+        ("configs/quickstart.yaml --seed 3", ("--seed 3", "train.seed=3")),
+        ("configs/quickstart.yaml --tokens-per-rank 100", ("data.seq_length=400",)),
     ],
 )
 def test_bad_input_is_one_line(
-    arguments: tuple[str, ...],
-    said: tuple[str, ...],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    arguments: str, said: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    message = failure(capsys, *arguments)
+    message = failure(capsys, *shlex.split(arguments))
     assert all(part in message for part in said), message
 
 
@@ -307,13 +299,13 @@ def test_listed_documents_have_a_bound_in_number_and_size(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     np.save(tmp_path / "a.npy", np.full(2**20, 16))
-    said = "1,048,576 documents over 16 ranks are 16,777,216 chunks"
+    said = "over 16 ranks: 16,777,232 chunks of documents for the even ring, and at most 16,777,216"
     assert (
         read_case(SimulateOptions(lengths=str(tmp_path / "a.npy"), nodes=2))[0].batches[0].tokens == 2**24
     )  # no more than is valid
     np.save(tmp_path / "a.npy", np.full(2**20 + 1, 16))
     line = failure(capsys, "--lengths", tmp_path / "a.npy", "--nodes", "2")
-    assert said.replace("576 ", "577 ").replace("216 ", "232 ") in line and "valid: at most 16,777,216" in line
+    assert said in line
     read_case(
         SimulateOptions(lengths=str(tmp_path / "a.npy"), nodes=2, tokens_per_rank=1000)
     )  # a smaller batch of these
@@ -321,7 +313,7 @@ def test_listed_documents_have_a_bound_in_number_and_size(
     monkeypatch.setattr(cli_lengths, "MAX_RING_CHUNKS", 3)
     (tmp_path / "a.txt").write_text("1\n2\n3\n4\n")
     assert "more than 3 documents" in failure(capsys, "--lengths", tmp_path / "a.txt")
-    monkeypatch.setattr(cli_lengths, "MAX_LENGTHS_BYTES", 7)
+    monkeypatch.setattr(cli_lengths, "MAX_FILE_BYTES", 7)
     assert "has 8 bytes; valid: at most 7" in failure(capsys, "--lengths", tmp_path / "a.txt")
 
 
@@ -380,7 +372,7 @@ def test_work_of_long_documents_does_not_overflow(options: tuple[str, ...], caps
 
 
 def test_tensor_parallel_ranks_share_the_nodes_devices(capsys: pytest.CaptureFixture[str]) -> None:
-    words = (
+    words = [
         "--lengths",
         "700,30",
         "--cluster",
@@ -389,7 +381,7 @@ def test_tensor_parallel_ranks_share_the_nodes_devices(capsys: pytest.CaptureFix
         "ring",
         "--set",
         "train.tensor_model_parallel_size=4",
-    )
+    ]
     assert simulated(capsys, *words)["ranks"] == 2
     said = failure(capsys, *words, "--ranks-per-node", 8)
     assert "a node needs 32 devices, and one of a2 has 8; give --ranks-per-node 2" in said

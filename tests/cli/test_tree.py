@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
+from mindspeed_cp.cli.lengths import read_trees
 from mindspeed_cp.cli.main import run
-from mindspeed_cp.cli.tree_file import read_trees
 from mindspeed_cp.report.notebook import show
 from mindspeed_cp.report.tile_map import computed_squares, visible
 from tests.cli.test_cli import failure

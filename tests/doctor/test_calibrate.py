@@ -26,18 +26,8 @@ preload("mindspeed_cp.doctor.calibrate", "mindspeed_cp.engine")
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SMALL = (
-    "--device",
-    "cpu",
-    "--seconds",
-    "0.2",
-    "--longest",
-    "512",
-    "--heads",
-    "2",
-    "--head-dim",
-    "32",
-    "--dtype",
-    "fp32",
+    *("--device", "cpu", "--seconds", "0.2", "--longest", "512"),
+    *("--heads", "2", "--head-dim", "32", "--dtype", "fp32"),
 )
 KERNELS = [
     *(Measurement("attention", seconds, flops=flops, short_side=side) for seconds, flops, side in
@@ -164,34 +154,29 @@ def test_several_nodes_are_measured_under_a_launcher(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["out.txt"], "out.txt: must end in .yaml"),
-        (["no/out.yaml"], "the folder no does not exist"),
-        (["there.yaml"], "there.yaml: is there already; give another name, or --overwrite"),
-        (["out.yaml", "--device", "gpu"], "--device gpu: cannot be calibrated; valid: auto, cpu, npu"),
-        (["out.yaml", "--dtype", "fp8"], "--dtype fp8: valid: bf16, fp16, fp32"),
-        (["out.yaml", "--nproc", "0"], "--nproc 0: must be 1 or more"),
-        (["out.yaml", "--nproc", "1"], "--nproc 1: links cannot be measured with one rank; give --nproc 2"),
-        (["out.yaml", "--nproc", "9", "--base", "a2"], "a node of cluster a2 has 8 ranks"),
-        (["out.yaml", "--base", "a9"], "cluster 'a9': no such preset"),
-        (["out.yaml", "--peak-flops", "-1"], "--peak-flops -1"),
-        (["out.yaml", "--heads", "8", "--kv-heads", "3"], "--kv-heads 3: must divide --heads 8"),
-        (["out.yaml", "--longest", "100"], "--longest 100: must be 256 or more"),
-        (["out.yaml", "--seconds", "0"], "--seconds 0: must be above 0"),
-        (["out.yaml", "--nproc", "x"], "'--nproc'"),
-        ([], "Missing argument"),
+        ("out.txt", "out.txt: the suffix is '.txt'; valid: a file name with .yaml or .yml"),
+        ("no/out.yaml", "there is no folder no; create it"),
+        ("there.yaml", "there.yaml: is there already; give another name, or --overwrite"),
+        ("out.yaml --device gpu", "--device gpu: cannot be calibrated; valid: auto, cpu, npu"),
+        ("out.yaml --dtype fp8", "--dtype fp8: valid: bf16, fp16, fp32"),
+        ("out.yaml --nproc 0", "'--nproc'"),
+        ("out.yaml --nproc 1", "--nproc 1: links cannot be measured with one rank; give --nproc 2"),
+        ("out.yaml --nproc 9 --base a2", "a node of cluster a2 has 8 ranks"),
+        ("out.yaml --base a9", "cluster 'a9': no such preset"),
+        ("out.yaml --peak-flops -1", "--peak-flops -1"),
+        ("out.yaml --heads 8 --kv-heads 3", "--kv-heads 3: must divide --heads 8"),
+        ("out.yaml --longest 100", "'--longest'"),
+        ("out.yaml --seconds 0", "--seconds 0: must be above 0"),
+        ("", "Missing argument"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line_and_exit_code_2(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("there.yaml").touch()
     device = [] if "--device" in arguments else ["--device", "cpu"]
-    assert run(["calibrate", *arguments, *device]) == 2
+    assert run(["calibrate", *arguments.split(), *device]) == 2
     captured = capsys.readouterr()
     assert message in captured.err and captured.err.count("\n") == 1 and not captured.out
     assert not Path("out.yaml").exists()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mindspeed_cp.device.npu_profile import Need, NpuIdentity, NpuProfile, ProfileRow, choose_variants
+from mindspeed_cp.device.npu_profile import Need, NpuIdentity, ProfileRow, choose_variants
 from mindspeed_cp.doctor.guarded import Failure
 from mindspeed_cp.doctor.kernel_capability import (
     CAPABILITY_CASES,
@@ -19,11 +19,9 @@ from mindspeed_cp.doctor.kernel_capability import (
     make_profile,
     measure_capability,
     profile_row,
-    taken_by_profile,
 )
-from mindspeed_cp.doctor.operator import DTYPES, MAX_DIFFERENCE, plan_of
+from mindspeed_cp.doctor.operator import DTYPES, MAX_DIFFERENCE, reference_inputs
 from mindspeed_cp.engine import attend_in_process
-from mindspeed_cp.layout import Documents
 from mindspeed_cp.ops.attention.npu.backend import NpuAttention
 from mindspeed_cp.ops.attention.npu.fused_operator import DropoutState, FusedArguments
 from tests.host_cann import oracle_faults as faults
@@ -119,15 +117,6 @@ def test_a_row_without_a_result_says_why() -> None:
     assert not row.ok and row.failure == f"{case.case.name} (fp16): dq is not finite"
 
 
-def test_the_table_of_choices_has_every_type_and_says_where_nothing_passed() -> None:
-    rows = [profile_row(case, dtype, Failure("did not start")) for case, dtype, _ in capability_calls()]
-    ok = [row.model_copy(update={"ok": True, "error": None, "differences": {"out": 0.0}}) for row in rows]
-    for content, lowering in ((rows, "none passed"), (ok, "tnd")):
-        choices = taken_by_profile(NpuProfile(format=2, device="d", torch_npu="1", cann=None, rows=content))
-        assert [row[0] for row in choices] == ["fp32", "fp32, ALiBi", "fp16", "fp16, ALiBi", "bf16", "bf16, ALiBi"]
-        assert {row[1] for row in choices} == {lowering}
-
-
 class CallsWithoutArithmetic:
     """Fused operators that keep the calls of the backend; results are zeros."""
 
@@ -151,15 +140,11 @@ class CallsWithoutArithmetic:
 
 
 def calls_of(case: CapabilityCase) -> list[tuple[FusedArguments, bool]]:
-    attention, kv_lengths, operator = case.case.attention, case.case.kv_rows, CallsWithoutArithmetic()
-    q = torch.zeros(sum(case.case.lengths), attention.heads, attention.head_dim)
-    k, v = (
-        torch.zeros(sum(kv_lengths), attention.kv_heads, width) for width in (attention.head_dim, attention.head_dim_v)
-    )
-    plan = plan_of(case.case, Documents(case.case.lengths), Documents(kv_lengths))
+    operator, plan = CallsWithoutArithmetic(), case.case.make_plan()
+    rows = [torch.zeros_like(x) for x in reference_inputs(case.case.reference_key(0))]
     with deterministic_algorithms(case.condition.deterministic):
         backend = NpuAttention(**case.case.npu, operator=operator)
-        attend_in_process(plan, q, k, v, q.new_zeros(*q.shape[:-1], attention.head_dim_v), backend)
+        attend_in_process(plan, *rows, backend)
     return operator.calls
 
 

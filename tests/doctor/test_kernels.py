@@ -12,7 +12,7 @@ import torch
 
 from mindspeed_cp.cli.main import run
 from mindspeed_cp.doctor import run_checks
-from mindspeed_cp.doctor.operator import DTYPES, LONG_CASES, SHORT_CASES, applies
+from mindspeed_cp.doctor.operator import DTYPES, LONG_CASES, SHORT_CASES, applies, reference_inputs
 from mindspeed_cp.doctor.tables import report_tables
 from mindspeed_cp.ops.attention.cuda.backend import CudaAttention
 from mindspeed_cp.ops.attention.cuda.flash_operator import check_device, flash_attention_3
@@ -27,6 +27,13 @@ def test_every_kernel_is_checked_by_some_case() -> None:
         if applies("cuda", dtype, case)
     }
     assert asked == {"flash", "tiles"}
+
+
+def test_every_type_holds_the_inputs() -> None:
+    inputs = reference_inputs(SHORT_CASES[0].reference_key(0))
+    for dtype in DTYPES.values():
+        assert all(torch.equal(x.to(dtype).float(), x) for x in inputs)
+    assert max(float(x.abs().max()) for x in inputs) > 2 and len(torch.unique(inputs[0])) > 80
 
 
 @pytest.fixture

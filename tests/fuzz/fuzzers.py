@@ -28,8 +28,12 @@ from mindspeed_cp.data import PackedStream, check_learnable, open_corpus
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig, Plan, Topology, verify_plan
-from mindspeed_cp.report.predicted_vs_measured import compare_with_prediction, predicted_vs_measured_tables
-from mindspeed_cp.report.step_trace import trace_path
+from mindspeed_cp.report.step_trace import (
+    compare_with_prediction,
+    predicted_vs_measured_dict,
+    predicted_vs_measured_tables,
+    trace_path,
+)
 from mindspeed_cp.train import launch
 from mindspeed_cp.train.checkpoint import checkpoints_to_resume
 from mindspeed_cp.train.identity import changed_settings
@@ -176,7 +180,7 @@ def traces(generator: random.Random, folder: Path) -> None:
     whole = path.read_text()
     path.write_bytes(mutations.text(generator, whole).encode("utf-8", "replace"))
     try:
-        predicted_vs_measured_tables(compare_with_prediction(folder))
+        predicted_vs_measured_tables(predicted_vs_measured_dict(compare_with_prediction(folder)))
     finally:
         path.write_text(whole)
 

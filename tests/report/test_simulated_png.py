@@ -15,13 +15,9 @@ from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, buil
 from mindspeed_cp.choose.candidates import Candidate
 from mindspeed_cp.choose.compare import Comparison, SimulationCase, compare_algorithms
 from mindspeed_cp.cluster import LayerCost, load_cluster
-from mindspeed_cp.report.timelines import (
-    TIMELINE_COLOURS,
-    comparison_figure,
-    describe_sharing,
-    draw_timelines,
-    ranks_to_draw,
-)
+from mindspeed_cp.report.files import write_png
+from mindspeed_cp.report.timelines import ROW_LIMIT, TIMELINE_COLOURS, comparison_figure, describe_sharing
+from mindspeed_cp.report.trace_events import ranks_to_draw
 
 
 def comparison(nodes: int = 2, per: int = 4, batches: int = 1, window: tuple[int, int] | None = None) -> Comparison:
@@ -78,7 +74,7 @@ def test_timelines_have_one_scale_and_few_rows() -> None:
     longest = max(result.timeline.total for result in (compared.results[0], compared.ring))
     assert len(panels) == 2 and {panel.get_xlim()[1] for panel in panels} == {longest * 1e3}
     timeline = compared.ring.timeline
-    ranks = ranks_to_draw(timeline)
+    ranks = ranks_to_draw(timeline, ROW_LIMIT)
     assert len(ranks) <= 8 and int(timeline.waiting.argmax()) in ranks
     assert [label.get_text().split(",")[0] for label in panels[1].get_yticklabels()] == [f"rank {r}" for r in ranks]
 
@@ -116,8 +112,8 @@ def test_sharing_counts_documents_of_ranks_and_nodes() -> None:
 
 def test_the_picture_is_a_png_and_a_bad_place_is_one_line(tmp_path: Path) -> None:
     compared = comparison()
-    path = draw_timelines(compared, tmp_path / "out.png", [compared.ring])
+    path = write_png(comparison_figure(compared, [compared.ring]), tmp_path / "out.png")
     assert path.read_bytes().startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match=r"--png .*: there is no folder"):
-        draw_timelines(compared, tmp_path / "none" / "out.png")
+        write_png(comparison_figure(compared), tmp_path / "none" / "out.png")
     assert [path.name for path in tmp_path.iterdir()] == ["out.png"]

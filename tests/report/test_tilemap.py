@@ -8,12 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology, build_plan
 from mindspeed_cp.algorithms import ALGORITHMS
-from mindspeed_cp.report.figure import rank_colours
-from mindspeed_cp.report.tile_map import GREY, computed_squares, draw_tile_map, tile_map, visible
+from mindspeed_cp.report.files import rank_colours, write_png
+from mindspeed_cp.report.plan import PlanSummary
+from mindspeed_cp.report.tile_map import GREY, computed_squares, tile_map, visible
 from tests.plan.parts import mixed_plan
 
 LENGTHS = [70, 3, 0, 410]
@@ -32,6 +34,10 @@ def plan_of(algorithm: str = "ring", lengths: list[int] = LENGTHS, ranks: int = 
     nodes, options = more.pop("nodes", 1), {k: more.pop(k) for k in ("layout", "kv_documents") if k in more}
     attention = AttentionConfig(**{"heads": 6, "kv_heads": 2, "head_dim": 16, **more})
     return build_plan(Documents(lengths), Topology(nodes, ranks // nodes), attention, algorithm, **options)
+
+
+def picture(plan: Plan) -> Figure:
+    return tile_map(PlanSummary(plan))
 
 
 def check_squares(plan: Plan) -> None:
@@ -104,7 +110,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_words_neither_overlap_nor_leave_the_page(case: str) -> None:
-    figure = tile_map(plan_of(**CASES[case]))
+    figure = picture(plan_of(**CASES[case]))
     boxes = words(figure)
     width, height = figure.canvas.get_width_height()
     for text, box in boxes:
@@ -116,26 +122,26 @@ def test_words_neither_overlap_nor_leave_the_page(case: str) -> None:
 
 @pytest.mark.parametrize("algorithm", ["ring", "ulysses", "hierarchical"])
 def test_a_map_of_32_ranks_fits_a_screen(algorithm: str) -> None:
-    figure = tile_map(plan_of(algorithm, lengths=[9000, 300, 70], ranks=32, nodes=4, heads=32, kv_heads=8))
+    figure = picture(plan_of(algorithm, lengths=[9000, 300, 70], ranks=32, nodes=4, heads=32, kv_heads=8))
     width, height = figure.get_size_inches() * figure.dpi
     assert width <= 1920 and height <= 1080
 
 
 def texts(**case: Any) -> list[str]:
-    return [line for text, _ in words(tile_map(plan_of(**case))) for line in text.splitlines()]
+    return [line for text, _ in words(picture(plan_of(**case))) for line in text.splitlines()]
 
 
 def test_words_say_who_holds_what() -> None:
     ring = texts(algorithm="ring")
-    assert {"rank 3", "step 3", "work / mean", "ring: 4 documents (70, 3, 0, 410 tokens) over 4 ranks"} <= set(ring)
+    assert {"rank 3", "step 3", "work / mean", "ring over 4 ranks; documents: 4 (70, 3, 0, 410)"} <= set(ring)
     assert {"heads 0 (kv 0)", "heads 1-2 (kv 0)"} <= set(texts(algorithm="ulysses"))
     assert {"rank 0 (node 0)", "rank 3 (node 1)"} <= set(texts(algorithm="double_ring", nodes=2))
     assert any("whole document" in text for text in texts(algorithm="direct", layout="balanced", lengths=UNEVEN))
     cross = texts(algorithm="direct", mask="full", kv_documents=Documents([3, 900, 17, 2000]))
-    assert "direct: 4 documents (70, 3, 0, 410 queries; 3, 900, 17, 2,000 keys) over 4 ranks" in cross
+    assert "direct over 4 ranks; documents: 4 (70, 3, 0, 410); their keys: 4 (3, 900, 17, 2,000)" in cross
     assert any(" queries, " in text and text.endswith(" keys") for text in cross)
     parts = mixed_plan(Documents([70, 23, 40, 41]), 4, AttentionConfig(6, 2, 16))
-    names = {text for text, _ in words(tile_map(parts))}
+    names = {text for text, _ in words(picture(parts))}
     assert {"step 0.0", "step 1.0", "step 2.0", "step 0.1"} <= names
     assert any("0 by direct; 1 by head_split; 2 by head_split" in " ".join(text.split()) for text in names)
 
@@ -162,7 +168,7 @@ def image_of(figure: Any) -> np.ndarray:
 
 
 def test_the_image_has_the_colours_of_the_owners_and_grey() -> None:
-    pixels = image_of(tile_map(plan_of("ring")))
+    pixels = image_of(picture(plan_of("ring")))
     palette = {tuple(np.round(colour, 6)) for colour in rank_colours(4)}
     colours = {tuple(np.round(colour, 6)) for colour in pixels.reshape(-1, 3)}
     assert colours == palette | {(GREY,) * 3, (0.6,) * 3, (1.0,) * 3}  # the mask, frames, nothing
@@ -170,7 +176,7 @@ def test_the_image_has_the_colours_of_the_owners_and_grey() -> None:
 
 def test_shades_are_work() -> None:
     plan = plan_of("all_gather", lengths=[20] * 300, ranks=3)
-    pixels, work = image_of(tile_map(plan)), plan.work()
+    pixels, work = image_of(picture(plan)), plan.work()
     side = pixels.shape[0] // 3
     for rank in range(3):
         for step, share in enumerate(work[rank] / work.max()):
@@ -186,6 +192,6 @@ def test_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
         ("map.pdf", "valid"),
     ):
         with pytest.raises(ConfigError, match=says):
-            draw_tile_map(plan_of(ranks=2), tmp_path / name)
+            write_png(picture(plan_of(ranks=2)), tmp_path / name)
     assert [path.name for path in tmp_path.iterdir()] == ["folder.png"]
-    assert draw_tile_map(plan_of(ranks=2), tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+    assert write_png(picture(plan_of(ranks=2)), tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")

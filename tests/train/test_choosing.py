@@ -11,8 +11,7 @@ import pytest
 from mindspeed_cp import Documents
 from mindspeed_cp.config import Settings
 from mindspeed_cp.config.candidates import candidate_settings
-from mindspeed_cp.report.predicted_vs_measured import compare_with_prediction
-from mindspeed_cp.report.step_trace import read_traced_steps
+from mindspeed_cp.report.step_trace import compare_with_prediction, read_traced_steps
 from mindspeed_cp.train.algorithm_choice import RowChooser, resolve_auto
 from tests.train.fresh_ranks import FreshRanks
 from tests.train.test_training import curve, tiny, train_here, values

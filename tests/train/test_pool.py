@@ -10,7 +10,7 @@ import pytest
 
 from mindspeed_cp import Topology
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.report.predicted_vs_measured import compare_with_prediction
+from mindspeed_cp.report.step_trace import compare_with_prediction
 from tests.train.fresh_ranks import FreshRanks
 from tests.train.test_splits import MODELS
 from tests.train.test_training import assert_same_curve, curve, tiny, train_here, values

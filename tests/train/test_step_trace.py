@@ -18,8 +18,13 @@ from mindspeed_cp.algorithms import build_plan
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import traffic
-from mindspeed_cp.report.predicted_vs_measured import compare_with_prediction, predicted_vs_measured_dict
-from mindspeed_cp.report.step_trace import MeasuredStep, read_traced_steps, trace_path
+from mindspeed_cp.report.step_trace import (
+    MeasuredStep,
+    compare_with_prediction,
+    predicted_vs_measured_dict,
+    read_traced_steps,
+    trace_path,
+)
 from tests.limits import HANG
 from tests.train.fresh_ranks import FreshRanks
 from tests.train.test_training import curve, tiny, train_here, values
