@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +28,7 @@ from mindspeed_cp.train.stop_request import StopRequest
 from mindspeed_cp.train.world import World
 
 with megatron_imports():
+    from megatron.core.distributed import DistributedDataParallel
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
 #: Fields of MicroBatch that a step adds up.
@@ -65,7 +64,7 @@ class StepSums:
             `replica_imbalance`, modelled time of the slowest replica over the mean; `pooled`, the number of pools on
             which the ranks of several replicas computed the step together, 0: on replicas; `planning_seconds` in the
             loader's thread and `waiting_seconds` of the training thread for micro-batches, each on the rank where they
-            took longest; `algorithms`, the number of this replica's rows by algorithm.
+            took longest.
         stop: True if any rank was asked to stop.
         data: state of the data stream behind the step's last row.
         nonfinite: what is not finite in loss or gradients, and on which ranks; None: nothing.
@@ -147,18 +146,17 @@ def forward_backward(
 ) -> StepSums:
     """Compute the gradients of a step without updating the weights; arguments and errors as in `run_step`, but losses
     that are not finite are only told."""
-    training.zero_gradients()
+    training.ddp_model.zero_grad_buffer()
     training.optimizer.zero_grad()
     feed = _MicroBatchFeed(batches, checks.attention_check)
     if checks.compare_digests:
         check_digests(world.gather(feed.digests), step, _sharing_ranks(world, feed.pools))
-    parts = len(training.ddp_models)  # the virtual stages of a pipeline stage, each of which takes all micro-batches
     reports = get_forward_backward_func()(
         forward_step_func=_forward,
-        data_iterator=feed if parts == 1 else list(itertools.tee(feed, parts)),
-        model=list(training.ddp_models),
+        data_iterator=feed,
+        model=training.ddp_model,
         num_microbatches=feed.micro_batches,
-        seq_length=1,  # not used: stages tell each other the shapes of micro-batches
+        seq_length=1,  # not used without pipeline stages
         micro_batch_size=1,
         forward_only=False,
     )
@@ -170,7 +168,7 @@ def forward_backward(
             [
                 *(loss, counted, *feed.sums.values(), feed.waiting_seconds, *feed.digests),
                 calls_digest(world.plan_group(feed.pools)),
-                *(float(stop_request.reason is not None), gradient_norm(training.ddp_models)),
+                *(float(stop_request.reason is not None), gradient_norm(training.ddp_model)),
             ]
         )
     ranks = dict(zip(_COLUMNS, table.unbind(1), strict=True))
@@ -203,9 +201,9 @@ def compare_attention(check: AttentionCheck, step: int, world: World, pools: int
         )
 
 
-def gradient_norm(ddp_models: Sequence[nn.Module]) -> float:
+def gradient_norm(ddp_model: DistributedDataParallel) -> float:
     """Return the norm of this rank's gradients after the reduction, which shows whether one is not finite."""
-    buffers = [x for model in ddp_models for x in (*model.buffers, *model.expert_parallel_buffers)]  # type: ignore[misc]
+    buffers = (*ddp_model.buffers, *ddp_model.expert_parallel_buffers)
     norms = [torch.linalg.vector_norm(buffer.grad_data) for buffer in buffers]
     return float(torch.stack(norms).sum())
 
@@ -221,9 +219,8 @@ def nonfinite_ranks(values: Tensor, name: str) -> str | None:
 
 def _sharing_ranks(world: World, pools: int) -> list[list[int]]:
     """Return the ranks that have the same rows: those of each replica, or of the replicas of each pool."""
-    replica_ranks, count = world.replica_ranks, world.replicas_of_plan(pools)
-    firsts = range(0, world.replicas, count)
-    return [[rank for ranks in replica_ranks[first : first + count] for rank in ranks] for first in firsts]
+    count = world.size // world.replicas * world.replicas_of_plan(pools)
+    return torch.arange(world.size).view(-1, count).tolist()
 
 
 def _sums(ranks: dict[str, Tensor], feed: _MicroBatchFeed, world: World, nonfinite: str | None) -> StepSums:
@@ -231,9 +228,9 @@ def _sums(ranks: dict[str, Tensor], feed: _MicroBatchFeed, world: World, nonfini
 
     def total(name: str) -> int:
         """Return the sum over replicas, of which every rank counts whole rows."""
-        return int(ranks[name][: world.stage_size][:: world.tp_size][:: world.cp_size].sum())
+        return int(ranks[name][:: world.tp_size * world.cp_size].sum())
 
-    # Tensor-parallel ranks hold the same tokens, and all pipeline stages but the last have no loss.
+    # Tensor-parallel ranks hold the same tokens.
     loss, counted, pairs = (ranks[name][:: world.tp_size] for name in ("loss", "counted", "visible_pairs"))
     figures = {
         **{name: total(name) for name in ("tokens", "documents", "flat_tokens")},
@@ -241,7 +238,6 @@ def _sums(ranks: dict[str, Tensor], feed: _MicroBatchFeed, world: World, nonfini
         "replica_imbalance": feed.imbalance,
         "pooled": feed.pools,
         **{name: float(ranks[name].max()) for name in ("planning_seconds", "waiting_seconds")},
-        "algorithms": dict(feed.algorithms),
     }
     mean = float(loss.sum() / counted.sum().clamp(min=1))
     return StepSums(mean, figures, bool(torch.any(ranks["stop"] > 0)), feed.state, nonfinite)
@@ -257,13 +253,11 @@ class _MicroBatchFeed:
         imbalance, state: those of their global batch.
         sums: sums of _SUMMED_FIELDS, by name.
         waiting_seconds: time spent waiting for them.
-        algorithms: number of micro-batches by algorithm.
     """
 
     def __init__(self, batches: Iterator[MicroBatch], check: AttentionCheck | None = None) -> None:
         self._batches, self._check = batches, check
         self.sums, self.waiting_seconds = dict.fromkeys(_SUMMED_FIELDS, 0.0), 0.0
-        self.algorithms: Counter[str] = Counter()
         first = self._take()
         batch, dispatched = first.global_batch, first.global_batch.dispatched
         self.micro_batches, self.imbalance, self.pools = len(batch.rows), dispatched.imbalance, dispatched.pools
@@ -282,7 +276,6 @@ class _MicroBatchFeed:
         self._taken += 1
         for name in _SUMMED_FIELDS:
             self.sums[name] += getattr(micro, name)
-        self.algorithms[micro.algorithm_choice.word] += 1
         return micro
 
     def _take(self) -> MicroBatch:
