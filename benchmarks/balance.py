@@ -6,7 +6,7 @@
                                  [--simulated-placements N]
 
 Global batches are drawn from the lengths, chunk_documents at the context and packed into rows as training packs them;
-every method gets the same documents. Times are modelled (mindspeed_cp/data/document_cost.py); planning is measured, on
+every method gets the same documents. Times are modelled (mindspeed_cp/data/balance.py); planning is measured, on
 one core. Of every method: the slowest replica's time over the mean of its replicas, on average over the batches, and
 at worst; then the slowest replica's time over that of `bound`, on average. No method can be faster than `bound`: the
 mean of all documents' time, or the longest document.

@@ -2,7 +2,7 @@
 
 Perfect balance is the work of all documents, evenly over all replicas and stages, without a bubble. Equal micro-batches
 take (m + p - 1) / m times that, with p stages and m micro-batches on each replica. Times are modelled by document
-(mindspeed_cp/data/document_cost.py) and by the schedule (mindspeed_cp/data/candidates.py); of the pool every document
+(mindspeed_cp/data/balance.py) and by the schedule (mindspeed_cp/data/candidates.py); of the pool every document
 is taken to be spread evenly over its ranks.
 
 in order   row i on replica i % replicas

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from mindspeed_cp.schema.base import FractionBelowOne, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 from mindspeed_cp.schema.messages import bad_value
@@ -191,28 +191,13 @@ class ModelSettings(Section):
             return sum(self.window_attn_skip_freq)
         return self.num_layers - self.num_layers // (self.window_attn_skip_freq or self.num_layers + 1)
 
-    @field_validator("window_size", mode="before")
-    @classmethod
-    def _check_window_shape(cls, value: Any) -> Any:
-        if value is None or (isinstance(value, list) and len(value) == 2 and all(type(side) is int for side in value)):
-            return value
-        raise bad_value("window_size", value, "must be [left, 0], whole numbers of tokens, or null")
-
-    @field_validator("window_attn_skip_freq", "moe_layer_freq", mode="before")
-    @classmethod
-    def _check_layer_pattern(cls, value: Any, info: Any) -> Any:
-        per_layer = isinstance(value, list) and all(type(entry) is int and entry in (0, 1) for entry in value)
-        if per_layer or (type(value) is int and value >= 1) or (value is None and info.field_name[0] == "w"):
-            return value
-        raise bad_value(info.field_name, value, "must be an integer >= 1, or 0 or 1 for each layer: [1, 0, ...]")
-
     @model_validator(mode="after")
     def _check_window(self) -> ModelSettings:
         if self.window_size is None:
             self._check_default_unless("window_size", "a window", ("window_attn_skip_freq",))
             return self
-        left, right = self.window_size
-        if left < -1 or right not in (0, -1):
+        left, *right = self.window_size or [-2]
+        if left < -1 or right not in ([0], [-1]):
             rule = "must be [left, 0]: left >= 0 tokens, -1 for no limit; a GPT does not see tokens to the right"
             raise bad_value("window_size", self.window_size, rule)
         self._check_pattern("window_attn_skip_freq")
@@ -262,8 +247,8 @@ class ModelSettings(Section):
                 raise bad_value(name, getattr(self, name), f"has an effect only with {key}: {value}; remove it")
 
     def _check_pattern(self, name: str) -> None:
-        """Raise SettingError unless a list has one entry per layer."""
+        """Raise SettingError unless a list has one entry per layer, 0 or 1."""
         pattern = getattr(self, name)
-        if isinstance(pattern, list) and len(pattern) != self.num_layers:
-            rule = f"must have one entry for each of num_layers = {self.num_layers} layers, not {len(pattern)}"
+        if isinstance(pattern, list) and (len(pattern) != self.num_layers or not {*pattern} <= {0, 1}):
+            rule = f"must have one entry, 0 or 1, for each of num_layers = {self.num_layers} layers: [1, 0, ...]"
             raise bad_value(name, pattern, rule)

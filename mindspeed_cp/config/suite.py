@@ -136,12 +136,6 @@ class SuiteSettings(Section):
         """Options of the algorithm that were given, as build_plan takes them."""
         return dict(self.model_extra or {})
 
-    @property
-    def npu_variants(self) -> dict[str, str]:
-        """Variants of the npu backend that are given, not left to npu_profile or to their defaults."""
-        given = {option: getattr(self, f"npu_{option}") for option in DEFAULTS}
-        return {option: variant for option, variant in given.items() if variant is not None}
-
     def npu_options(self, attention: AttentionConfig, dtype: str, deterministic: bool) -> dict[str, str]:
         """Return the options of the npu backend for an attention.
 
@@ -153,12 +147,14 @@ class SuiteSettings(Section):
         Raises:
             SettingError: npu_profile cannot be read, or leaves no variant that is right.
         """
-        given = {"merge": self.npu_merge, "precision": self.npu_precision, **self.npu_variants}
+        variants = {option: getattr(self, f"npu_{option}") for option in DEFAULTS}
+        variants = {option: variant for option, variant in variants.items() if variant is not None}
+        given = {"merge": self.npu_merge, "precision": self.npu_precision, **variants}
         if self.npu_profile is None:
             return DEFAULTS | given
         computed = dtype if self.npu_precision == "input" else self.npu_precision
         need = Need.of_attention(attention, computed, deterministic)
-        return given | profile_variants(self.npu_profile, need, tuple(self.npu_variants.items()))
+        return given | profile_variants(self.npu_profile, need, tuple(variants.items()))
 
     @property
     def uses_directional_groups(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
@@ -195,18 +195,16 @@ def with_equal_counts(problem: DispatchProblem, groups: DocumentGroups) -> Itera
         rows = fill_by_cost(problem, (document for row in group for document in row), count)
         if rows is None or not all(rows):
             rows = list(group)
-            while 0 < len(rows) < count and len(longest := min(rows, key=partial(_split_order, problem))) > 1:
+            while 0 < len(rows) < count:  # split the longest in time of those with several documents
+                longest = min(rows, key=lambda row: (len(row) < 2, -problem.time_of(row), row))
+                if len(longest) < 2:
+                    break
                 rows.remove(longest)
                 rows += [problem.by_cost(longest)[::2], problem.by_cost(longest)[1::2]]
         if len(rows) < count or not all(rows):
             return
         equal_groups.append(rows)
     yield equal_groups
-
-
-def _split_order(problem: DispatchProblem, row: Row) -> tuple[bool, int, Row]:
-    """Sort key that puts the row to split first: of those with several documents, the longest in time."""
-    return len(row) < 2, -problem.time_of(row), row
 
 
 def assign_rows(problem: DispatchProblem, rows: Sequence[Row]) -> DocumentGroups:

@@ -24,6 +24,7 @@ from mindspeed_cp.schema.numbers import check_count, check_type
 from mindspeed_cp.schema.yaml_file import read_settings_file, with_file_location
 
 MAX_LISTED = 2**24  # lengths of a list
+SUFFIXES = (".yaml", ".yml", ".npz", ".npy")
 
 DISTRIBUTIONS = Path(__file__).parent / "length_bins"  # a link to configs/lengths in a checkout
 
@@ -100,16 +101,21 @@ def load_lengths(name_or_path: str | Path, folder: str | Path | None = None) -> 
     check_type("folder", folder, (str, Path, type(None)), "the path of a folder, or None")
     text, path = str(name_or_path), Path(name_or_path)
     if isinstance(name_or_path, str) and text in length_names():
-        return _installed(text) if folder is None else _list(Path(folder) / f"{text}.npz")
-    if path.suffix in (".npz", ".npy"):
-        return _list(path)
-    if isinstance(name_or_path, str) and path.suffix not in (".yaml", ".yml") and path.name == text:
+        path = DISTRIBUTIONS / f"{text}.yaml" if folder is None else Path(folder) / f"{text}.npz"
+    elif isinstance(name_or_path, str) and path.suffix not in SUFFIXES and path.name == text:
         near = closest_names(text.lower(), length_names())
         raise ConfigError(
             f"lengths {text!r}: no such distribution; {did_you_mean(near)}"
             f"valid: {', '.join(length_names())}, a YAML file of bins, or an .npz or .npy file of lengths"
         )
-    return _binned(path)
+    try:
+        modified = path.stat().st_mtime_ns
+    except FileNotFoundError:
+        instead = "" if folder is None else "; leave the folder out to draw from the bins"
+        raise ConfigError(f"lengths {path}: no such file{instead}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"lengths {path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    return _read(path, modified)
 
 
 def sample_lengths(name_or_path: str | Path, count: int, seed: int = 0, folder: str | Path | None = None) -> np.ndarray:
@@ -170,29 +176,13 @@ def sample_batch(
     return drawn
 
 
-@lru_cache
-def _installed(name: str) -> Lengths:
-    return _binned(DISTRIBUTIONS / f"{name}.yaml")
-
-
-def _binned(path: Path) -> Lengths:
-    file = read_settings_file(path)
-    settings = with_file_location(file, "", lambda: LengthSettings(**file.data))
-    return Lengths(settings.name, tuple(settings.edges), tuple(settings.percent))
-
-
-def _list(path: Path) -> Lengths:
-    try:
-        return _cached_list(path, path.stat().st_mtime_ns)
-    except FileNotFoundError:
-        raise ConfigError(f"lengths {path}: no such file; leave the folder out to draw from the bins") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"lengths {path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
-
-
-@lru_cache(maxsize=4)
-def _cached_list(path: Path, modified: int) -> Lengths:
-    """Read a file of lengths; cached by its time of modification."""
+@lru_cache(maxsize=8)
+def _read(path: Path, modified: int) -> Lengths:
+    """Read a file of bins or of lengths; cached by its time of modification."""
+    if path.suffix not in (".npz", ".npy"):
+        file = read_settings_file(path)
+        settings = with_file_location(file, "", lambda: LengthSettings(**file.data))
+        return Lengths(settings.name, tuple(settings.edges), tuple(settings.percent))
     try:
         with open(path, "rb") as file:
             loaded = np.load(file, allow_pickle=False)

@@ -105,8 +105,6 @@ class PackedStream:
             raise ConfigError(f"the corpus has {len(lengths)} documents and no tokens; give one with some")
         self.corpus, self.context, self.seed = corpus, context, seed
         self.replica, self.replicas = replica, replicas
-        #: Number of documents that are longer than the context, and are cut in every epoch.
-        self.cut_documents = int(np.count_nonzero(lengths > context))
         self._contents = list(contents)
         self._packer = Packer(lengths, context, seed, lookahead)
         self._fixed = {
@@ -116,20 +114,15 @@ class PackedStream:
             "lookahead": lookahead,
         }
         self._rows = 0  # of all replicas
-        self._tokens = 0  # in those rows
 
     def __iter__(self) -> Iterator[PackedRow]:
         return self
 
     def __next__(self) -> PackedRow:
-        """Return the next row of this replica.
-
-        Raises:
-            ConfigError: the corpus has changed since it was opened.
-        """
+        """Return the next row of this replica."""
         rows = [self._packer.next_row() for _ in range(self.replicas)]
         row = self._load(rows[self.replica], self._rows + self.replica)
-        self._count(rows)
+        self._rows += len(rows)
         return row
 
     def next_batch(self, rows: int, dispatcher: Dispatcher) -> ReplicaBatch:
@@ -141,9 +134,6 @@ class PackedStream:
         Args:
             rows: number of rows of all replicas, a multiple of their number.
             dispatcher: dispatcher for the same number of replicas and the same context.
-
-        Raises:
-            ConfigError: the corpus has changed since it was opened.
         """
         drawn = [self._packer.next_row() for _ in range(rows)]
         dispatched = dispatcher(drawn)
@@ -155,13 +145,9 @@ class PackedStream:
         ]
         document, start, length = dispatched.chunks[0].tolist()
         sample = self.corpus.tokens(document, start, start + length)
-        self._count(drawn)
+        self._rows += len(drawn)
         content = rows_digest(array for row in replica_rows for array in row.contents)
         return ReplicaBatch(replica_rows, dispatched, content, rows_digest([sample]))
-
-    def _count(self, rows: Sequence[np.ndarray]) -> None:
-        self._rows += len(rows)
-        self._tokens += sum(int(chunks["length"].sum()) for chunks in rows)
 
     def _load_numbers(self, chunks: np.ndarray, numbers: np.ndarray, index: int, dispatcher: Dispatcher) -> PackedRow:
         """Load some chunks of a global batch; `index` numbers the micro-batches of all replicas."""
@@ -189,19 +175,9 @@ class PackedStream:
             tokens, labels, loss_mask, documents, index, index if dropout_stream_id is None else dropout_stream_id
         )
 
-    @property
-    def epoch(self) -> int:
-        """Number of completed passes over the corpus before the newest row."""
-        return self._packer.epoch
-
-    @property
-    def fill(self) -> float:
-        """Tokens of all rows so far, of all replicas, divided by rows * context; 0 before the first row."""
-        return self._tokens / (self._rows * self.context) if self._rows else 0.0
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state: numbers and digests of the corpus, for JSON; equal on every replica."""
-        state = {**self._fixed, **self._packer.state_dict(), "rows": self._rows, "tokens": self._tokens}
+        state = {**self._fixed, **self._packer.state_dict(), "rows": self._rows}
         return state | {"contents": self._contents} if self._contents else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -234,7 +210,7 @@ class PackedStream:
                 f"{where}; put the old ones back to go on, or give another output.folder to start anew"
             )
         self._packer.load_state_dict(state)
-        self._rows, self._tokens = state["rows"], state["tokens"]
+        self._rows = state["rows"]
 
 
 # Rows of prefix trees: whole groups of trajectories back to back.

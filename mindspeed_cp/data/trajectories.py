@@ -26,7 +26,7 @@ from mindspeed_cp.data.corpus import (
     tokenize,
 )
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.layout import Documents, PackedTrajectories, ragged_arange
+from mindspeed_cp.layout import Documents, PackedTrajectories
 from mindspeed_cp.schema.messages import short_repr
 
 
@@ -65,11 +65,7 @@ class TrajectoryCorpus:
         self.learned_tokens = sum(
             int(np.count_nonzero(weight[1:])) for _, weights in self._groups for weight in weights
         )
-        shapes = [packed.documents for packed, _ in self._groups]
-        self._node_offsets = np.cumsum([0, *map(len, shapes)])
-        self._node_lengths = np.concatenate([np.zeros(0, np.int64), *(shape.lengths for shape in shapes)])
-        self._node_parents = np.concatenate([np.zeros(0, np.int64), *(shape.parents for shape in shapes)])
-        self.lengths = np.array([shape.tokens for shape in shapes], np.int64)
+        self.lengths = np.array([packed.documents.tokens for packed, _ in self._groups], np.int64)
         self.lengths.setflags(write=False)
         self.flat_lengths = np.array([packed.flat_tokens for packed, _ in self._groups], np.int64)
 
@@ -95,20 +91,18 @@ class TrajectoryCorpus:
         Args:
             groups: numbers of groups, int64 [n].
         """
-        nodes, counts = self._nodes(groups)
-        parents = self._node_parents[nodes]
-        before = np.repeat(np.cumsum(counts) - counts, counts)
-        return Documents(self._node_lengths[nodes], np.where(parents < 0, -1, parents + before))
+        shapes = [self._groups[number][0].documents for number in groups.tolist()]
+        before = np.repeat(np.cumsum([0, *map(len, shapes)])[:-1], [len(shape) for shape in shapes])
+        lengths, parents = (
+            np.concatenate([np.zeros(0, np.int64), *(getattr(shape, name) for shape in shapes)])
+            for name in ("lengths", "parents")
+        )
+        return Documents(lengths, np.where(parents < 0, -1, parents + before))
 
     def sum_of_groups(self, groups: np.ndarray, values: np.ndarray) -> np.ndarray:
         """Sum values of the documents of some groups, [documents], over each group, [n]."""
-        _, counts = self._nodes(groups)
+        counts = [len(self._groups[number][0].documents) for number in groups.tolist()]
         return np.bincount(np.repeat(np.arange(len(groups)), counts), values, len(groups))
-
-    def _nodes(self, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the documents of some groups among those of all, and the number of each group."""
-        first, counts = self._node_offsets[groups], self._node_offsets[groups + 1] - self._node_offsets[groups]
-        return ragged_arange(first, counts), counts
 
 
 def open_trajectories(source: str, min_shared: int = 1, context: int | None = None) -> TrajectoryCorpus:

@@ -28,8 +28,13 @@ class ListCorpus:
         return Counter(np.concatenate([self.tokens(i) for i in range(len(self.lengths))]).tolist())
 
 
+def epoch_of(stream: PackedStream) -> int:
+    """Return the number of completed passes over the corpus before the newest row."""
+    return int(stream.state_dict()["epoch"])
+
+
 def first_epoch(stream: PackedStream) -> Iterator[PackedRow]:
-    while (row := next(stream)) and stream.epoch == 0:
+    while (row := next(stream)) and epoch_of(stream) == 0:
         yield row
 
 

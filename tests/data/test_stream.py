@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from mindspeed_cp.data import EOD, VOCAB_SIZE, Dispatcher, PackedStream, open_corpus
 from mindspeed_cp.errors import ConfigError
-from tests.data.corpora import ListCorpus, first_epoch, law, same
+from tests.data.corpora import ListCorpus, epoch_of, first_epoch, law, same
 
 corpora = st.lists(st.integers(0, 40), min_size=1, max_size=40).filter(any).map(ListCorpus)
 contexts = st.integers(2, 24)
@@ -30,8 +30,8 @@ def test_every_token_of_every_document_appears_exactly_once_per_epoch(
     stream = PackedStream(corpus, context, seed, lookahead=lookahead)
     seen: list[Counter[int]] = [Counter(), Counter()]
     row = next(stream)
-    while stream.epoch < 2:
-        seen[stream.epoch].update(row.tokens.tolist())
+    while epoch_of(stream) < 2:
+        seen[epoch_of(stream)].update(row.tokens.tolist())
         row = next(stream)
     assert seen == [corpus.all_tokens(), corpus.all_tokens()]
 
@@ -76,7 +76,6 @@ def test_the_rows_do_not_depend_on_the_number_of_replicas(
     together = [next(stream) for _ in range(6) for stream in streams]
     assert all(same(a, b) for a, b in zip(alone, together, strict=True))
     assert all(stream.state_dict() == streams[0].state_dict() for stream in streams)
-    assert len({stream.fill for stream in streams}) == 1
 
 
 @law
@@ -102,11 +101,11 @@ def test_a_stream_goes_on_exactly_at_any_point_and_with_any_number_of_replicas(
 
 def test_the_standard_library_packs_well_and_keeps_inside_the_vocabulary() -> None:
     stream = PackedStream(open_corpus("stdlib"), 8192, seed=0)
-    for row in islice(stream, 50):
+    rows = list(islice(stream, 50))
+    for row in rows:
         assert row.tokens.min() >= 0 and row.tokens.max() < VOCAB_SIZE
         assert row.labels.min() >= 0 and row.labels.max() < VOCAB_SIZE
-    assert stream.fill > 0.97
-    assert stream.cut_documents > 0
+    assert sum(len(row.tokens) for row in rows) > 0.97 * 50 * 8192
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
@@ -158,7 +157,7 @@ def test_a_batch_of_rows_in_turn_is_those_rows(
         for _ in range(3):
             batch = stream.next_batch(replicas * each, dispatcher_for(replicas, context, "none"))
             assert all(same(a, b) for a, b in zip(batch.rows, islice(same_stream, each), strict=True))
-            assert stream.state_dict() == same_stream.state_dict() and stream.fill == same_stream.fill
+            assert stream.state_dict() == same_stream.state_dict()
             assert [row.dropout_stream_id for row in batch.rows] == [row.index for row in batch.rows]
 
 

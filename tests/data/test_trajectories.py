@@ -31,7 +31,7 @@ from mindspeed_cp.data import (
     open_trajectories,
 )
 from mindspeed_cp.errors import ConfigError
-from tests.data.corpora import law, same
+from tests.data.corpora import epoch_of, law, same
 
 ATTENTION = AttentionConfig(heads=4, kv_heads=2, head_dim=64, head_dim_v=64)
 LAYER = LayerCost.for_attention(ATTENTION)
@@ -66,7 +66,7 @@ def test_every_trajectory_of_every_group_is_in_one_row_of_an_epoch(
     corpus = TrajectoryCorpus(list_groups(groups), min_shared)
     context = max(2, int(corpus.lengths.max()))
     stream, seen = open_stream(corpus, context, seed), Counter[tuple[int, ...]]()
-    while (row := next(stream)) and stream.epoch == 0:
+    while (row := next(stream)) and epoch_of(stream) == 0:
         assert isinstance(row, TreeRow)
         seen.update(trajectories_of(row))
         assert 0 < row.documents.tokens == len(row.tokens) <= context
