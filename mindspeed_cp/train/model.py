@@ -9,7 +9,6 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from mindspeed_cp.config.model import MLA_KEYS, MOE_KEYS
@@ -27,10 +26,7 @@ with megatron_imports():
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.transformer.module import Float16Module
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-    from megatron.core.transformer.transformer_layer import TransformerLayer
 
 NOT_CLIPPED = 1e30  # clipping to this changes nothing, and Megatron measures the norm only where it clips
 
@@ -147,19 +143,6 @@ def transformer_config(settings: Settings) -> TransformerConfig:
         return kind(**values)
 
 
-class SeededLayer(TransformerLayer):
-    """A layer whose initial weights depend on its seed only, not on the experts that its rank makes before it.
-
-    Args:
-        initial_seed: seed of the CPU's generator while the layer is made.
-        arguments: those of TransformerLayer.
-    """
-
-    def __init__(self, *arguments: Any, initial_seed: int, **named: Any) -> None:
-        torch.default_generator.manual_seed(initial_seed)
-        super().__init__(*arguments, **named)
-
-
 def build_gpt(settings: Settings, config: TransformerConfig, world: World) -> GPTModel:
     """Return the model, on this rank's device, with planned attention; a weight has the same initial value for any
     number of ranks.
@@ -167,13 +150,12 @@ def build_gpt(settings: Settings, config: TransformerConfig, world: World) -> GP
     Raises:
         ConfigError: Megatron or planned attention cannot honour a setting.
     """
-    model, seed = settings.model, settings.train.seed
+    model = settings.model
     alibi = model.position_embedding_type == "alibi"
     spec = install(local_spec(config), settings.context_parallel_suite, alibi=alibi)
-    torch.default_generator.manual_seed(seed)
     gpt = GPTModel(
         config,
-        _seeded(spec, seed),
+        spec,
         # The padding does not depend on tensor-parallel ranks, as padded rows take part in the softmax.
         vocab_size=-(-VOCAB_SIZE // VOCAB_SIZE_DIVISIBLE_BY) * VOCAB_SIZE_DIVISIBLE_BY,
         max_sequence_length=settings.data.seq_length,
@@ -183,19 +165,6 @@ def build_gpt(settings: Settings, config: TransformerConfig, world: World) -> GP
     )
     install_model(gpt)
     return gpt.to(world.device)
-
-
-def _seeded(spec: TransformerBlockSubmodules, seed: int) -> TransformerBlockSubmodules:
-    """Return the spec with a seed for each layer, which depends on the run's and on the layer's number."""
-    specs = [
-        ModuleSpec(
-            module=SeededLayer,
-            params={**layer.params, "initial_seed": int(np.random.SeedSequence([seed, number]).generate_state(1)[0])},
-            submodules=layer.submodules,
-        )
-        for number, layer in enumerate(spec.layer_specs)
-    ]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=spec.layer_norm)
 
 
 def _count_parameters(gpt: GPTModel, settings: Settings, world: World) -> int:

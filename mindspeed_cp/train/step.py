@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -54,8 +54,8 @@ class StepChecks:
 
 
 @dataclass(frozen=True)
-class StepSums:
-    """Sums of a step's micro-batches over all ranks.
+class StepResult:
+    """Result of an optimizer step, summed over all ranks.
 
     Attributes:
         loss: mean over all counted tokens.
@@ -68,27 +68,18 @@ class StepSums:
         stop: True if any rank was asked to stop.
         data: state of the data stream behind the step's last row.
         nonfinite: what is not finite in loss or gradients, and on which ranks; None: nothing.
+        lr: learning rate.
+        grad_norm: norm of the gradient; not a number where the update was left out.
+        problem: what is wrong with the step's loss or gradient, for which the weights were left as they are; or None.
     """
 
     loss: float
     figures: dict[str, Any]
     stop: bool
     data: dict[str, Any]
-    nonfinite: str | None
-
-
-@dataclass(frozen=True)
-class StepResult(StepSums):
-    """Result of an optimizer step.
-
-    Attributes:
-        grad_norm: norm of the gradient; not a number where the update was left out.
-        lr: learning rate.
-        problem: what is wrong with the step's loss or gradient, for which the weights were left as they are; or None.
-    """
-
-    grad_norm: float
-    lr: float
+    nonfinite: str | None = None
+    lr: float = 0.0
+    grad_norm: float = math.nan
     problem: str | None = None
 
 
@@ -125,7 +116,7 @@ def run_step(
     lr = training.optimizer.param_groups[0]["lr"]
     problem = policy.problem(step, sums.nonfinite, sums.loss, losses)
     if problem is not None:
-        return StepResult(**vars(sums), grad_norm=math.nan, lr=lr, problem=problem)
+        return replace(sums, lr=lr, problem=problem)
     with timed_span("optimizer"):
         _, norm, _ = training.optimizer.step()
         grad_norm = float(norm)
@@ -133,7 +124,7 @@ def run_step(
         checks.queue.check(step)
     if not math.isfinite(grad_norm):  # though that of each rank's share is finite, and the update is done
         raise DivergenceError(f"step {step}: the gradient's norm is {grad_norm}; checkpoints are untouched")
-    return StepResult(**vars(sums), grad_norm=grad_norm, lr=lr)
+    return replace(sums, lr=lr, grad_norm=grad_norm)
 
 
 def forward_backward(
@@ -143,7 +134,7 @@ def forward_backward(
     world: World,
     stop_request: StopRequest,
     checks: StepChecks,
-) -> StepSums:
+) -> StepResult:
     """Compute the gradients of a step without updating the weights; arguments and errors as in `run_step`, but losses
     that are not finite are only told."""
     training.ddp_model.zero_grad_buffer()
@@ -223,7 +214,7 @@ def _sharing_ranks(world: World, pools: int) -> list[list[int]]:
     return torch.arange(world.size).view(-1, count).tolist()
 
 
-def _sums(ranks: dict[str, Tensor], feed: _MicroBatchFeed, world: World, nonfinite: str | None) -> StepSums:
+def _sums(ranks: dict[str, Tensor], feed: _MicroBatchFeed, world: World, nonfinite: str | None) -> StepResult:
     """Return the sums of a step from the gathered columns, each fp64 [ranks]."""
 
     def total(name: str) -> int:
@@ -240,7 +231,7 @@ def _sums(ranks: dict[str, Tensor], feed: _MicroBatchFeed, world: World, nonfini
         **{name: float(ranks[name].max()) for name in ("planning_seconds", "waiting_seconds")},
     }
     mean = float(loss.sum() / counted.sum().clamp(min=1))
-    return StepSums(mean, figures, bool(torch.any(ranks["stop"] > 0)), feed.state, nonfinite)
+    return StepResult(mean, figures, bool(torch.any(ranks["stop"] > 0)), feed.state, nonfinite)
 
 
 class _MicroBatchFeed:
