@@ -75,12 +75,6 @@ def plan_lower_bound(plan: Plan, cost: ComputeCost) -> LowerBound:
     return LowerBound(float(np.max(work)), max(by_rank, busiest + float(np.min(between))))
 
 
-def busiest_link_seconds(plan: Plan, cost: ComputeCost) -> tuple[float, float]:
-    """Return the seconds that the busiest link needs for all of its bytes, forward and backward."""
-    forward, backward = (float(_served_links(plan, direction, cost)[0].busy_seconds.max()) for direction in DIRECTIONS)
-    return forward, backward
-
-
 def _served_links(plan: Plan, direction: str, cost: ComputeCost) -> tuple[LinkQueues, np.ndarray]:
     """Return the links after all messages of a direction, posted at once, and the table of these messages."""
     links = LinkQueues(cost.cluster, plan.topology.nodes)
@@ -164,19 +158,6 @@ def _kv_fetch_times(
         rate = cluster.effective_nic
     forward, backward = rows * row * element / rate, rows * row * max(element, gradient_bytes) / rate
     return queries, (forward, backward), (np.bincount(link, forward), np.bincount(link, backward))
-
-
-def kv_fetch_link_seconds(
-    documents: Documents,
-    topology: Topology,
-    cost: ComputeCost,
-    layout: str,
-    gradient_bytes: int = GRADIENT_BYTES,
-) -> tuple[float, float]:
-    """Return the seconds of the busiest link of a key-fetching plan, forward and backward, for ranks of a NIC that send
-    as much as they receive; gradient_bytes: of an element of the gradients of keys and values."""
-    _, _, (forward, backward) = _kv_fetch_times(documents, topology, cost, layout, gradient_bytes)
-    return float(forward.max()), float(backward.max())
 
 
 def kv_fetch_lower_bound(

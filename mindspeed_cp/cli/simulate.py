@@ -57,7 +57,7 @@ def run(options: SimulateOptions) -> int:
 
 def choose(case: SimulationCase, candidates: list[Candidate]) -> Decision:
     """Return what `algorithm: auto` takes for these batches, and add it to the algorithms to compare."""
-    from mindspeed_cp.train.algorithm_choice import SAMPLE_ROWS
+    from mindspeed_cp.config.candidates import SAMPLE_ROWS
 
     if case.sharing != "fair":
         raise ConfigError(f"--choose: auto chooses with --sharing fair, not {case.sharing}; leave one of them out")

@@ -80,16 +80,13 @@ def _print_note(text: str) -> None:
 
 def _resolve_auto(settings: Settings, *, quiet: bool) -> Settings:
     """Return the settings with an algorithm in place of auto; print the reasons once."""
+    from mindspeed_cp.config.candidates import resolve_auto
     from mindspeed_cp.device.select import resolve_device_type
-    from mindspeed_cp.train.algorithm_choice import resolve_auto
 
     chosen, decision = resolve_auto(settings)
     if decision is not None and not quiet and os.environ.get("RANK", "0") == "0":
         lines = list(decision.reasons)
         if resolve_device_type(settings.train.device) == "cpu":
             lines.append("modelled is that cluster, not this CPU")
-        if settings.context_parallel_suite.candidates == "auto":
-            more = chosen.context_parallel_suite.row_candidates
-            lines.append(f"rows may also take {', '.join(more)}" if more else "candidates: nothing else is near it")
         typer.echo("\n".join(("algorithm: auto", *(f"  {line}" for line in lines))))
     return chosen

@@ -134,18 +134,3 @@ def _layer_cost(settings: Sections, ffn_hidden_size: int, gated: bool = True) ->
         sequence_parallel=train.sequence_parallel,
         bytes_per_element=2 if train.bf16 else 4,
     )
-
-
-def layers_of_stage(layers: int, stages: int, virtual_stages: int, stage: int, virtual_stage: int) -> range:
-    """Return the layers of a virtual stage, counted from 0; Megatron deals them to the stages in turn.
-
-    Args:
-        layers: those of the model; a multiple of stages * virtual_stages.
-        stages: pipeline stages.
-        virtual_stages: virtual stages of each.
-        stage: the pipeline stage.
-        virtual_stage: the virtual stage of it.
-    """
-    count = layers // (stages * virtual_stages)
-    first = (virtual_stage * stages + stage) * count
-    return range(first, first + count)

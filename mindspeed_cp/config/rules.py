@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mindspeed_cp.choose.candidates import parse_candidate
-from mindspeed_cp.config.candidates import SUITE_SECTION, compared_settings, replace_algorithm
+from mindspeed_cp.config.candidates import SUITE_SECTION, compared_settings
 from mindspeed_cp.config.data import POOL
-from mindspeed_cp.config.derived import layers_of_stage, whole_attention
+from mindspeed_cp.config.derived import whole_attention
 from mindspeed_cp.config.pool import KEY as POOL_KEY
 from mindspeed_cp.config.pool import replicas_of_pool
 from mindspeed_cp.config.sections import Sections
@@ -24,8 +23,6 @@ from mindspeed_cp.schema.messages import SettingError, bad_value
 from mindspeed_cp.schema.unsupported import unsupported_attention
 
 VOCAB_SIZE_DIVISIBLE_BY = 16  # rows of the embedding are a multiple of this; tensor-parallel ranks share them
-STAGES = "train.pipeline_model_parallel_size"
-VIRTUAL_STAGES = "train.virtual_pipeline_model_parallel_size"
 BACKEND_KEY = f"{SUITE_SECTION}.backend"
 
 
@@ -33,7 +30,6 @@ def check(settings: Sections) -> None:
     """Raise SettingError for the first settings that do not fit together."""
     _check_heads(settings)
     _check_tensor_parallel(settings)
-    _check_pipeline(settings)
     _check_experts(settings)
     if settings.model.multi_latent_attention:
         _check_latent(settings)
@@ -43,7 +39,7 @@ def check(settings: Sections) -> None:
     _check_cluster(settings)
     _check_attention(settings)
     _check_schedule(settings)
-    _check_candidates(settings)
+    _check_compared(settings)
 
 
 def data_parallel_size(settings: Sections, world_size: int) -> int:
@@ -51,13 +47,12 @@ def data_parallel_size(settings: Sections, world_size: int) -> int:
 
     Raises:
         ConfigError: they do not make whole replicas, cannot share the experts, or the batch does not divide among the
-            replicas and their pipeline stages.
+            replicas.
     """
     train, suite = settings.train, settings.context_parallel_suite
     size = settings.model_parallel_size
     product = (
         f"tensor_model_parallel_size {train.tensor_model_parallel_size} "
-        f"* pipeline_model_parallel_size {train.pipeline_model_parallel_size} "
         f"* context_parallel_size {suite.context_parallel_size} = {size}"
     )
     if world_size < 1 or world_size % size:
@@ -65,12 +60,11 @@ def data_parallel_size(settings: Sections, world_size: int) -> int:
             f"{world_size} ranks do not fit the settings: one replica needs {product}; "
             f"start {size}, or a multiple of it"
         )
-    experts, stages = train.expert_model_parallel_size, train.pipeline_model_parallel_size
-    if world_size // stages % experts:
-        of_stage = "their number" if stages == 1 else f"the {world_size // stages} ranks of a pipeline stage"
+    experts = train.expert_model_parallel_size
+    if world_size % experts:
         raise ConfigError(
-            f"{world_size} ranks do not fit train.expert_model_parallel_size = {experts}, which must divide "
-            f"{of_stage}: every expert is on equally many ranks; start a multiple of {experts * stages}"
+            f"{world_size} ranks do not fit train.expert_model_parallel_size = {experts}, which must divide their "
+            f"number: every expert is on equally many ranks; start a multiple of {experts}"
         )
     replicas = world_size // size
     if train.data_parallel_size not in (None, replicas):
@@ -87,13 +81,6 @@ def data_parallel_size(settings: Sections, world_size: int) -> int:
             f"must be a multiple of the {replicas} replicas that {world_size} ranks make ({product}); "
             f"use {fitting}, or {size} ranks",
         )
-    virtual, rows = train.virtual_pipeline_model_parallel_size, train.global_batch_size // replicas
-    if virtual > 1 and rows % stages:
-        rule = (
-            f"gives each of {replicas} replicas {rows} rows, and {VIRTUAL_STAGES} = {virtual} needs a multiple of "
-            f"{STAGES} = {stages}; use {-(-rows // stages) * stages * replicas}"
-        )
-        raise bad_value("train.global_batch_size", train.global_batch_size, rule)
     return replicas
 
 
@@ -133,57 +120,6 @@ def _check_tensor_parallel(settings: Sections) -> None:
             "depend on it"
         )
         raise bad_value("train.tensor_model_parallel_size", size, rule)
-
-
-def _check_pipeline(settings: Sections) -> None:
-    """Raise SettingError unless the layers divide among the stages, and nothing needs one stage."""
-    train, model, output = settings.train, settings.model, settings.output
-    stages, virtual = train.pipeline_model_parallel_size, train.virtual_pipeline_model_parallel_size
-    if virtual > 1 and stages == 1:
-        rule = f"interleaves pipeline stages, and {STAGES} is 1; use 1, or more stages"
-        raise bad_value(VIRTUAL_STAGES, virtual, rule)
-    if model.num_layers % (stages * virtual):
-        key, value = (STAGES, stages) if model.num_layers % stages else (VIRTUAL_STAGES, virtual)
-        product = f"{STAGES} * {VIRTUAL_STAGES} = {stages * virtual}"
-        rule = f"must divide model.num_layers = {model.num_layers}, as every virtual stage has equally many layers"
-        raise bad_value(key, value, rule if virtual == 1 else f"{rule}: {product} does not")
-    if stages == 1:
-        return
-    _check_experts_of_stages(settings)
-    if output.trace_steps:
-        rule = (
-            f"is not for {STAGES} = {stages}: a trace tells micro-batches apart by their order, and stages mix the "
-            "forward of some with the backward of others; use null, or one stage"
-        )
-        raise bad_value("output.trace_steps", output.trace_steps, rule)
-    if virtual > 1 and settings.data.balance != "none":
-        rule = (
-            f"gives replicas different numbers of micro-batches, and {VIRTUAL_STAGES} = {virtual} needs multiples of "
-            f"{STAGES} = {stages}; use none, or one virtual stage"
-        )
-        raise bad_value("data.balance", settings.data.balance, rule)
-
-
-def _check_experts_of_stages(settings: Sections) -> None:
-    """Raise SettingError unless all stages have layers of experts, or none has: Megatron gives experts an optimizer of
-    their own, and a checkpoint could not be loaded whose stages have different ones."""
-    train, model = settings.train, settings.model
-    stages, virtual = train.pipeline_model_parallel_size, train.virtual_pipeline_model_parallel_size
-    without = [
-        stage
-        for stage in range(stages)
-        if not any(
-            model.has_experts(layer)
-            for number in range(virtual)
-            for layer in layers_of_stage(model.num_layers, stages, virtual, stage, number)
-        )
-    ]
-    if without and len(without) < stages:
-        rule = (
-            f"gives stage {without[0]} of {STAGES} = {stages} no layer of experts, and others have some; give every "
-            "stage one, or none, or use fewer stages"
-        )
-        raise bad_value("model.moe_layer_freq", model.moe_layer_freq, rule)
 
 
 def _check_experts(settings: Sections) -> None:
@@ -244,12 +180,6 @@ def _check_pool(settings: Sections) -> None:
         rule = (
             f"plans the documents of a step in groups of any size, which context_parallel_suite.algorithm = "
             f"{suite.algorithm} has not; use context_parallel_suite.algorithm: {POOL_ALGORITHM}, or {POOL_KEY}: time"
-        )
-        raise bad_value(POOL_KEY, POOL, rule)
-    if suite.row_candidates:
-        rule = (
-            f"has one algorithm, {POOL_ALGORITHM}, and context_parallel_suite.candidates names others; use null there, "
-            f"or {POOL_KEY}: time"
         )
         raise bad_value(POOL_KEY, POOL, rule)
     if suite.p2p_groups == "directional":
@@ -327,13 +257,8 @@ def _check_schedule(settings: Sections) -> None:
         raise bad_value("train.lr_warmup_iters", train.lr_warmup_iters, rule)
 
 
-def _check_candidates(settings: Sections) -> None:
-    """Check the settings with each algorithm that a row may take."""
-    for word in settings.context_parallel_suite.row_candidates:
-        try:
-            replace_algorithm(settings, parse_candidate(word))
-        except ConfigError as error:
-            raise bad_value(f"{SUITE_SECTION}.candidates", word, f"cannot be used: {error}") from None
+def _check_compared(settings: Sections) -> None:
+    """Check the settings with each algorithm of train.compare."""
     for word in settings.train.compare:
         try:
             compared_settings(settings, word)

@@ -51,13 +51,6 @@ class TrainSettings(Section):
     )
     seed: NonNegativeInt = Field(default=1234, description="seed of the weights and of the order of the documents")
     tensor_model_parallel_size: PositiveInt = Field(default=1, description="ranks that share each matrix")
-    pipeline_model_parallel_size: PositiveInt = Field(
-        default=1, description="pipeline stages: ranks that share the layers, one after the other"
-    )
-    virtual_pipeline_model_parallel_size: PositiveInt = Field(
-        default=1,
-        description="virtual stages of each pipeline stage, of the interleaved schedule; 1: the 1F1B schedule",
-    )
     data_parallel_size: PositiveInt | None = Field(
         default=None,
         description="data-parallel replicas, for which `mindspeed-cp train` starts ranks; null: as many as the ranks "
@@ -68,9 +61,6 @@ class TrainSettings(Section):
     )
     expert_model_parallel_size: PositiveInt = Field(
         default=1, description="ranks that share the experts; they are laid over context- and data-parallel ranks"
-    )
-    use_distributed_optimizer: bool = Field(
-        default=False, description="shard the state of the optimizer over the ranks"
     )
     deterministic_mode: bool = Field(
         default=False, description="two runs with the same settings and ranks give the same bits"
@@ -83,7 +73,7 @@ class TrainSettings(Section):
     )
     compare: list[str] = Field(
         default_factory=list,
-        description="algorithms, as in context_parallel_suite.candidates, that run on the first batches before the "
+        description="algorithms, such as ring or hybrid:ulysses_degree=4, that run on the first batches before the "
         "training, beside its own: a table shows loss, imbalance, bytes and time; the training stays the same",
     )
     check_attention_interval: NonNegativeInt = Field(
@@ -175,10 +165,8 @@ class Sections(Section):
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks of one replica: tensor * pipeline * context."""
-        train = self.train
-        model = train.tensor_model_parallel_size * train.pipeline_model_parallel_size
-        return model * self.context_parallel_suite.context_parallel_size
+        """Ranks of one replica: tensor * context."""
+        return self.train.tensor_model_parallel_size * self.context_parallel_suite.context_parallel_size
 
     @property
     def model_sizes(self) -> dict[str, Any]:

@@ -9,8 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from mindspeed_cp.algorithms import ALGORITHMS, ALIASES, AUTO, AlgorithmOption
-from mindspeed_cp.choose.candidates import parse_candidate
+from mindspeed_cp.algorithms import ALGORITHMS, AUTO, AlgorithmOption
 from mindspeed_cp.cluster.cluster import cluster_of, load_cluster
 from mindspeed_cp.config.aliases import (
     SUITE_ALIAS_KEYS,
@@ -53,12 +52,6 @@ class SuiteSettings(Section):
     algorithm_modules: list[str] | None = Field(
         default=None,
         description="Python modules to import first, which add algorithms with register_algorithm; null: none",
-    )
-    candidates: list[str] | Literal["auto"] | None = Field(
-        default=None,
-        description="more algorithms, with options after colons, such as hybrid:ulysses_degree=4: each row takes the "
-        "one with the shortest estimated time, of these and `algorithm`; auto, with algorithm: auto: up to three, "
-        "chosen by simulation; null: all rows take `algorithm`",
     )
     cluster: str | None = Field(
         default=None,
@@ -164,25 +157,10 @@ class SuiteSettings(Section):
         return given | profile_variants(self.npu_profile, need, tuple(variants.items()))
 
     @property
-    def row_candidates(self) -> list[str]:
-        """The named candidates of every row besides the algorithm."""
-        return self.candidates if isinstance(self.candidates, list) else []
-
-    @property
     def uses_directional_groups(self) -> bool:
         """True if transfers between devices use directional groups."""
-        return self.p2p_groups == "directional" or (self.p2p_groups == "auto" and self._has_rings_only)
-
-    @property
-    def uses_batched_launches(self) -> bool:
-        """True if transfers between devices may be one launch of several: those of a step without directional groups,
-        and redistributions, which rings have none of."""
-        return not (self.uses_directional_groups and self._has_rings_only)
-
-    @property
-    def _has_rings_only(self) -> bool:
-        names = (self.algorithm, *(word.partition(":")[0] for word in self.row_candidates))
-        return all(ALIASES.get(name, name) in ("ring", "double_ring") for name in names)
+        is_ring = self.algorithm in ("ring", "double_ring")
+        return self.p2p_groups == "directional" or (self.p2p_groups == "auto" and is_ring)
 
     @property
     def hccl_options(self) -> dict[str, int]:
@@ -233,26 +211,6 @@ class SuiteSettings(Section):
     def _read_npu_profile(self) -> SuiteSettings:
         if self.npu_profile is not None:
             profile_of_process(self.npu_profile)
-        return self
-
-    @model_validator(mode="after")
-    def _check_candidates(self) -> SuiteSettings:
-        if self.candidates == "auto" and self.algorithm != AUTO:
-            rule = f"needs algorithm: auto; or name the algorithms that rows may take besides {self.algorithm}"
-            raise bad_value("candidates", "auto", rule)
-        if self.row_candidates and self.algorithm == AUTO:
-            rule = "auto chooses the other algorithms itself; give candidates: auto, or name the algorithm"
-            raise bad_value("candidates", self.candidates, rule)
-        known = {(self.algorithm, frozenset(self.options.items()))}
-        for word in self.row_candidates:
-            try:
-                candidate = parse_candidate(word)
-            except ConfigError as error:
-                raise bad_value("candidates", word, f"cannot be used: {error}") from None
-            key = candidate.algorithm, frozenset(candidate.options)
-            if key in known:
-                raise bad_value("candidates", word, "cannot be used: it is there already; leave it out")
-            known.add(key)
         return self
 
     @classmethod

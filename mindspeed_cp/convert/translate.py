@@ -382,9 +382,9 @@ def _override_file(overrides: Iterable[str]) -> SettingsFile:
     file = apply_overrides(SettingsFile("--set", {SUITE_SECTION: {}}), named)
     if "context_parallel_size" in file.data[SUITE_SECTION]:
         raise ConfigError("--set context_parallel_size: Megatron needs the same number; change --context-parallel-size")
-    if file.data[SUITE_SECTION].get("algorithm") == AUTO or "candidates" in file.data[SUITE_SECTION]:
+    if file.data[SUITE_SECTION].get("algorithm") == AUTO:
         raise ConfigError(
-            "--set: algorithm auto and candidates are not in Megatron's own scripts; name the algorithm that "
+            "--set: algorithm auto is not in Megatron's own scripts; name the algorithm that "
             "`mindspeed-cp simulate --choose` finds for the lengths of your documents"
         )
     return file

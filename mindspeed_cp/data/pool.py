@@ -15,6 +15,7 @@ several pools a rank plans its own alone; :mod:`mindspeed_cp.data.pool` says whi
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,7 +25,6 @@ import numpy as np
 
 from mindspeed_cp.algorithms import build_plan
 from mindspeed_cp.algorithms.hierarchical import choose_placement
-from mindspeed_cp.choose.batch_chooser import PLACEMENT_OPTIONS, SIMULATED_WITHIN
 from mindspeed_cp.cluster import LayerCost
 from mindspeed_cp.cluster.cluster import cluster_of
 from mindspeed_cp.data.balance import LINEAR_KERNELS, Assignment, assign
@@ -41,6 +41,12 @@ POOL_ALGORITHM = "hierarchical"
 #: The pool is taken if its time is less than this much of the replicas'. Times that are equal but for rounding, which
 #: may differ between machines, then give replicas on all of them.
 CLEARLY_LESS = 1 - 1e-9
+
+#: Times of the placement model within this factor of each other are simulated.
+SIMULATED_WITHIN = 1.1
+
+#: Options of a hierarchical plan on which the placement model depends.
+PLACEMENT_OPTIONS = tuple(inspect.signature(choose_placement).parameters)[4:]
 
 MicroBatches = Sequence[np.ndarray]  # of a replica or of the pool: the documents of each, int64
 DocumentsOf = Callable[[np.ndarray], Documents]  # some documents of a step by their numbers, int64 [n]

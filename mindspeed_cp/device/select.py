@@ -163,20 +163,6 @@ def unknown_cann_note(version: str | None) -> str | None:
     return f"CANN: {finding}, so it was not compared with {min_cann()}, the oldest that is needed"
 
 
-def batched_launches_problem(version: str | None, virtual_stages: int) -> str | None:
-    """Return one line if this CANN does not take several messages in one launch, else None. Before CANN 9 they are a
-    call of HcclBatchSendRecv, which its documentation (CANN 8.0 to 8.5) excludes under virtual pipeline stages; from
-    CANN 9 on torch-npu sends them between HcclGroupStart and HcclGroupEnd."""
-    release = _major_minor(version)
-    if virtual_stages <= 1 or release is None or release >= (9, 0):
-        return None
-    return (
-        f"messages go in launches of several, CANN is {version}, and each pipeline stage is {virtual_stages} virtual "
-        "ones: HcclBatchSendRecv of CANN 8 is not for virtual stages; use CANN 9, or algorithm: ring or double_ring "
-        "with p2p_groups: directional"
-    )
-
-
 def set_hccl_timeouts(seconds: float) -> None:
     """Set the timeouts of HCCL to 9/10 of a limit, unless the environment sets them: HCCL then reports the cause
     before the watchdog of torch_npu, whose timeout is the limit, ends the process.

@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,7 +36,6 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron import megatron_imports
-from mindspeed_cp.train import optimizer_state
 from mindspeed_cp.train.bad_steps import HISTORY
 from mindspeed_cp.train.failures import checkpoint_cause, is_lost_rank_error, is_out_of_memory
 from mindspeed_cp.train.identity import check_same_run, identity
@@ -105,7 +104,7 @@ class Progress:
         )
 
 
-_RECORD_KEYS = {*(field.name for field in fields(Progress)), "adam_steps", "ranks", "identity", "settings", "files"}
+_RECORD_KEYS = {*(field.name for field in fields(Progress)), "ranks", "identity", "settings", "files"}
 
 
 class Shard:
@@ -185,19 +184,22 @@ def sharded_state(training: TrainingModel, *, is_loading: bool) -> dict[str, Any
     """Return Megatron's state of model and optimizer as sharded tensors."""
     metadata = {
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
     }
-    models = {
-        key: part.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
-        for key, part in zip(_model_keys(training), training.models, strict=True)
-    }
-    optimizer = training.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
-    return {**models, "optimizer": optimizer}
+    model = {"model": training.model.sharded_state_dict(metadata=metadata)}
+    optimizer = training.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    return {**model, "optimizer": optimizer}
 
 
-def _model_keys(training: TrainingModel) -> list[str]:
-    count = len(training.models)
-    return ["model"] if count == 1 else [f"model{number}" for number in range(count)]
+def _adam_states(optimizer: Any) -> Iterator[dict[str, Any]]:
+    """Yield the states of torch's Adam, one for each weight; a weight that has none gets one of zeros, to load into."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for weight in (weight for group in part.optimizer.param_groups for weight in group["params"]):
+            state = part.optimizer.state[weight]
+            if not state:  # Megatron drops the counter of an optimizer at 0
+                zeros = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
+                state.update(step=torch.tensor(1.0), **zeros)
+            yield state
 
 
 def save_checkpoint(
@@ -212,7 +214,6 @@ def save_checkpoint(
     apply_factories(state)
     record = {
         **asdict(progress),
-        "adam_steps": optimizer_state.steps_of(training.optimizer),
         "ranks": world.size,
         "identity": identity(settings),
         "settings": settings.model_dump(mode="json"),
@@ -468,7 +469,7 @@ def _load(folder: Path, record: dict[str, Any], training: TrainingModel) -> Prog
 
     Nothing in a step draws from a generator of random numbers (dropout has seeds of its own), so none is restored.
     """
-    optimizer_state.prepare_to_load(training.optimizer)
+    list(_adam_states(training.optimizer))  # makes those that are missing
     state = sharded_state(training, is_loading=True)
     merges, _ = extract_matching_values(
         state, lambda value: isinstance(value, ShardedTensorFactory), return_lists_as_dicts=True
@@ -486,9 +487,11 @@ def _load(folder: Path, record: dict[str, Any], training: TrainingModel) -> Prog
             f"{folder}: cannot be loaded ({error_text(cause)}); move it away to go on from the one before"
         ) from None
     loaded = apply_factory_merges(dict_list_map_inplace(_loaded_value, state), merges)
-    for key, part in zip(_model_keys(training), training.models, strict=True):
-        part.load_state_dict(loaded[key], strict=True)
-    optimizer_state.load(training.optimizer, loaded["optimizer"], record["adam_steps"])
+    training.model.load_state_dict(loaded["model"], strict=True)
+    with torch.no_grad():
+        training.optimizer.load_state_dict(loaded["optimizer"])
+    for of_weight in _adam_states(training.optimizer):  # Megatron expects Apex's Adam, whose groups count, not weights
+        of_weight["step"] = torch.tensor(float(record["step"] - record["skipped_steps"]))
     training.schedule.num_steps = 0
     training.schedule.step(record["step"])
     known = {field.name: record[field.name] for field in fields(Progress)}

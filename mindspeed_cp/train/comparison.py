@@ -62,7 +62,7 @@ def run_comparison(
         results.append({**result, "loss": None} if stop else result)
         if stop:
             break
-    training.zero_gradients()
+    training.ddp_model.zero_grad_buffer()
     one_machine = len(set(world.gather_objects(socket.gethostname()))) == 1
     return {"batches": STEPS, "documents": lengths, "one_machine": one_machine, "algorithms": results}
 

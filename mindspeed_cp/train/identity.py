@@ -16,7 +16,7 @@ from mindspeed_cp.schema.messages import format_value
 
 _NOT_MODEL = {"recompute_granularity"}
 _NOT_DATA = {"pool_ranks"}
-_TRAIN = ("global_batch_size", "lr_decay_style", "lr_warmup_iters", "bf16", "seed", "use_distributed_optimizer")
+_TRAIN = ("global_batch_size", "lr_decay_style", "lr_warmup_iters", "bf16", "seed")
 _LENGTH = {"train_iters", "lr_decay_iters", "compare"}
 
 

@@ -55,7 +55,7 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
 
     Raises:
         ConfigError: A setting cannot be used (`algorithm: auto` must be resolved first, by
-            algorithm_choice.resolve_auto).
+            config.candidates.resolve_auto).
         CorruptionError: Attention is not what the reference computes (all ranks raise it).
         DivergenceError: The loss or the gradient is not finite, or the loss is a spike, and the policy is to stop (all
             ranks raise it).
@@ -65,8 +65,7 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
     """
     if settings.context_parallel_suite.algorithm == AUTO:  # process groups depend on it, and exist already
         raise ConfigError(
-            "context_parallel_suite.algorithm is 'auto': give "
-            "mindspeed_cp.train.algorithm_choice.resolve_auto(settings)"
+            "context_parallel_suite.algorithm is 'auto': give mindspeed_cp.config.candidates.resolve_auto(settings)"
         )
     check_tensorboard(settings)
     files = RunFiles(Path(settings.output.folder))

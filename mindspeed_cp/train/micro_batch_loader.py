@@ -37,7 +37,6 @@ from mindspeed_cp.engine.hidden_states import hidden_redistribution
 from mindspeed_cp.megatron import PlannedBatchParams, micro_batch_seed, planned_batch, trajectory_batch
 from mindspeed_cp.ops.attention import backend_from_settings
 from mindspeed_cp.plan import AttentionConfig, Plan, Topology, verify_plan
-from mindspeed_cp.train.algorithm_choice import RowAlgorithm, RowChooser
 from mindspeed_cp.train.stop_request import Stopped, StopRequest
 from mindspeed_cp.train.world import World
 
@@ -57,9 +56,8 @@ class MicroBatch:
             counts.
         flat_tokens: tokens of the row's trajectories, of which trees have some once for several; counted as `tokens`.
         visible_pairs: visible (query, key) pairs of this rank's heads, over all layers.
-        planning_seconds: time in which this rank dispatched the global batch (counted in its first row), chose the
-            row's algorithm and planned it.
-        algorithm_choice: algorithm of these plans.
+        planning_seconds: time in which this rank dispatched the global batch (counted in its first row), planned
+            the row.
         global_batch: this replica's part of the global batch, and its dispatch.
         state: state of the data stream behind it.
     """
@@ -71,7 +69,6 @@ class MicroBatch:
     flat_tokens: int
     visible_pairs: int
     planning_seconds: float
-    algorithm_choice: RowAlgorithm
     global_batch: ReplicaBatch
     state: dict[str, Any]
 
@@ -100,7 +97,7 @@ class MicroBatchLoader:
         self._stream, self._dispatcher, self._world, self._stop_request = stream, dispatcher, world, stop_request
         self._layers = Counter(attentions)  # number of layers with each attention
         self._suite, self._seed = settings.context_parallel_suite, settings.train.seed
-        self._choose = RowChooser(settings)
+        self._options = training_plan_options(settings)
         train = settings.train
         self._dtype = torch.bfloat16 if train.bf16 else torch.float32
         self._rows_multiple = train.tensor_model_parallel_size if train.sequence_parallel else 1
@@ -189,24 +186,22 @@ class MicroBatchLoader:
         topology = self._world.pool_topology(pools) if pools else self._suite.topology
         return topology, self._world.plan_rank(pools)
 
-    def _planned(self, row: PackedRow) -> tuple[RowAlgorithm, Mapping[AttentionConfig, Plan]]:
-        """Return the algorithm of a row, and its plans by the attention of layers, from the cache if they are there."""
+    def _planned(self, row: PackedRow) -> Mapping[AttentionConfig, Plan]:
+        """Return the plans of a row by the attention of layers, from the cache if they are there."""
         topology, rank = self._topology_and_rank
         # Every rank has the same plans: the ranks of a plan take turns to prove them.
         turn = row.index // self._world.replicas % topology.ranks
         self._verifies = self._suite.verify_plans and turn == rank
-        choice = self._choose(row.documents)
-        plans = {
-            attention: self._plans.get(row.documents, topology, attention, choice.algorithm, choice.options)
+        return {
+            attention: self._plans.get(row.documents, topology, attention, self._suite.algorithm, self._options)
             for attention in self._layers
         }
-        return choice, plans
 
     def _make(self, row: PackedRow) -> MicroBatch:
         world, dispatched = self._world, self._batch.dispatched
         pools, rank = dispatched.pools, self._topology_and_rank[1]
         began = time.perf_counter()
-        choice, plans = self._planned(row)
+        plans = self._planned(row)
         planning_seconds = time.perf_counter() - began
         if row is self._batch.rows[0]:
             planning_seconds += dispatched.dispatch_seconds
@@ -233,7 +228,6 @@ class MicroBatchLoader:
                 layers * int(plans[attention].work_of(rank).sum()) for attention, layers in self._layers.items()
             ),
             planning_seconds=planning_seconds,
-            algorithm_choice=choice,
             global_batch=self._batch,
             state=self._stream.state_dict(),
         )
@@ -260,12 +254,10 @@ def make_dispatcher(
             layer=mean_layer_cost(settings),
             layers=len(attentions),
             options=training_plan_options(settings),
-            stages=world.stages,
             subpool=None if world.subpools is None else world.subpools.topology,
         )
-    # Megatron lays expert-parallel groups over consecutive ranks of a pipeline stage, and a replica's part of it is
-    # consecutive ranks. Where experts span replicas, or pools, these wait for each other in every layer and need
-    # equally many micro-batches.
+    # Megatron lays expert-parallel groups over consecutive ranks, and a replica is consecutive ranks. Where experts
+    # span replicas, or pools, these wait for each other in every layer and need equally many micro-batches.
     has_experts, expert_ranks = settings.model.num_moe_experts is not None, settings.train.expert_model_parallel_size
     replica_ranks = world.cp_size * world.tp_size
     pool_ranks = replica_ranks * world.replicas_of_plan(1 if world.subpools is None else world.subpools.count)
@@ -279,6 +271,5 @@ def make_dispatcher(
         equal_pool_counts=has_experts and pool_ranks % expert_ranks != 0,
         keeps_document_numbers=settings.model.attention_dropout > 0,
         pool=pool,
-        stages=world.stages,
         trees=corpus if isinstance(corpus, TrajectoryCorpus) else None,
     )

@@ -1,20 +1,16 @@
 """Megatron's GPT with planned attention, its DDP wrapper, optimizer and schedule, from the settings.
 
-A rank holds one part of the model, or one for each virtual stage of its pipeline stage.
+For pipeline stages and the distributed optimizer there is Megatron's own script (docs/megatron.md).
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from torch import nn
 
-from mindspeed_cp.config.derived import layers_of_stage
 from mindspeed_cp.config.model import MLA_KEYS, MOE_KEYS
 from mindspeed_cp.config.rules import VOCAB_SIZE_DIVISIBLE_BY
 from mindspeed_cp.config.settings import Settings
@@ -30,10 +26,7 @@ with megatron_imports():
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.transformer.module import Float16Module
-    from megatron.core.transformer.spec_utils import ModuleSpec
-    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-    from megatron.core.transformer.transformer_layer import TransformerLayer
 
 NOT_CLIPPED = 1e30  # clipping to this changes nothing, and Megatron measures the norm only where it clips
 
@@ -45,24 +38,19 @@ class TrainingModel:
     Attributes:
         config: Megatron's settings of the model.
         attentions: attention of each layer on this tensor-parallel rank: the third input of build_plan.
-        models: the bare parts of the model that this rank holds, one for each virtual pipeline stage, for checkpoints.
-        ddp_models: they in Megatron's DDP.
+        model: the bare model, for checkpoints.
+        ddp_model: it in Megatron's DDP.
         optimizer, schedule: Megatron's.
         parameters: weights of the whole model, over all ranks that share it; shared ones counted once.
     """
 
     config: TransformerConfig
     attentions: tuple[AttentionConfig, ...]
-    models: Sequence[nn.Module]
-    ddp_models: Sequence[nn.Module]
+    model: GPTModel
+    ddp_model: DistributedDataParallel
     optimizer: Any
     schedule: OptimizerParamScheduler
     parameters: int
-
-    def zero_gradients(self) -> None:
-        """Set the gradients of all parts to zero."""
-        for model in self.ddp_models:
-            model.zero_grad_buffer()  # type: ignore[operator]
 
 
 def build_training_model(settings: Settings, world: World) -> TrainingModel:
@@ -75,29 +63,25 @@ def build_training_model(settings: Settings, world: World) -> TrainingModel:
     torch.manual_seed(train.seed)
     tensor_parallel.model_parallel_cuda_manual_seed(train.seed)
     config = transformer_config(settings)
-    virtual_stages = train.virtual_pipeline_model_parallel_size
-    models = [build_stage_model(settings, config, world, number) for number in range(virtual_stages)]
-    ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=train.use_distributed_optimizer
+    gpt = build_gpt(settings, config, world)
+    ddp_model = DistributedDataParallel(
+        config,
+        DistributedDataParallelConfig(grad_reduce_in_fp32=True),
+        Float16Module(config, gpt) if train.bf16 else gpt,
     )
-    ddp_models = [
-        DistributedDataParallel(config, ddp_config, Float16Module(config, part) if train.bf16 else part)
-        for part in models
-    ]
-    for ddp_model in ddp_models:
-        ddp_model.broadcast_params()
-    optimizer = get_megatron_optimizer(optimizer_config(settings), ddp_models)
+    ddp_model.broadcast_params()
+    optimizer = get_megatron_optimizer(optimizer_config(settings), [ddp_model])
     config.finalize_model_grads_func = finalize_model_grads
-    config.no_sync_func = [part.no_sync for part in ddp_models] if len(ddp_models) > 1 else ddp_models[0].no_sync
+    config.no_sync_func = ddp_model.no_sync
     config.grad_scale_func = optimizer.scale_loss
     return TrainingModel(
         config=config,
         attentions=layer_attentions(config, alibi=model.position_embedding_type == "alibi"),
-        models=models,
-        ddp_models=ddp_models,
+        model=gpt,
+        ddp_model=ddp_model,
         optimizer=optimizer,
         schedule=_schedule(settings, optimizer),
-        parameters=_count_parameters(models, settings, world),
+        parameters=_count_parameters(gpt, settings, world),
     )
 
 
@@ -106,7 +90,6 @@ def transformer_config(settings: Settings) -> TransformerConfig:
     model, train = settings.model, settings.train
     dtype = torch.bfloat16 if train.bf16 else torch.float32
     whole_layers = model.recompute_granularity == "full"
-    stages, virtual = train.pipeline_model_parallel_size, train.virtual_pipeline_model_parallel_size
     values: dict[str, Any] = dict(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -130,14 +113,7 @@ def transformer_config(settings: Settings) -> TransformerConfig:
         recompute_num_layers=1 if whole_layers else None,
         bf16=train.bf16,
         params_dtype=dtype,
-        pipeline_dtype=dtype,
         tensor_model_parallel_size=train.tensor_model_parallel_size,
-        pipeline_model_parallel_size=stages,
-        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
-        variable_seq_lengths=stages > 1,  # micro-batches differ in the rows of a rank
-        # Of two stages, each is before and behind the other: batched messages in both directions would be mixed up.
-        overlap_p2p_comm=virtual > 1,
-        batch_p2p_comm=virtual == 1,
         sequence_parallel=train.sequence_parallel,
         context_parallel_size=settings.context_parallel_suite.context_parallel_size,
         deterministic_mode=train.deterministic_mode,
@@ -167,80 +143,39 @@ def transformer_config(settings: Settings) -> TransformerConfig:
         return kind(**values)
 
 
-class SeededLayer(TransformerLayer):
-    """A layer whose initial weights depend on its seed only, not on the layers that its rank makes before it.
-
-    Args:
-        initial_seed: seed of the CPU's generator while the layer is made.
-        arguments: those of TransformerLayer.
-    """
-
-    def __init__(self, *arguments: Any, initial_seed: int, **named: Any) -> None:
-        torch.default_generator.manual_seed(initial_seed)
-        super().__init__(*arguments, **named)
-
-
-def build_stage_model(settings: Settings, config: TransformerConfig, world: World, number: int) -> GPTModel:
-    """Return the part of the model in virtual stage `number` of this rank, on its device, with planned attention.
-
-    A weight has the same initial value for any number of ranks and stages.
+def build_gpt(settings: Settings, config: TransformerConfig, world: World) -> GPTModel:
+    """Return the model, on this rank's device, with planned attention; a weight has the same initial value for any
+    number of ranks.
 
     Raises:
         ConfigError: Megatron or planned attention cannot honour a setting.
     """
-    model, seed = settings.model, settings.train.seed
-    virtual_stages = settings.train.virtual_pipeline_model_parallel_size
+    model = settings.model
     alibi = model.position_embedding_type == "alibi"
-    vp_stage = number if virtual_stages > 1 else None
-    layers = layers_of_stage(model.num_layers, world.stages, virtual_stages, world.stage, number)
-    spec = install(local_spec(config, vp_stage), settings.context_parallel_suite, alibi=alibi)
-    torch.default_generator.manual_seed(seed)
+    spec = install(local_spec(config), settings.context_parallel_suite, alibi=alibi)
     gpt = GPTModel(
         config,
-        _seeded(spec, seed, layers),
+        spec,
         # The padding does not depend on tensor-parallel ranks, as padded rows take part in the softmax.
         vocab_size=-(-VOCAB_SIZE // VOCAB_SIZE_DIVISIBLE_BY) * VOCAB_SIZE_DIVISIBLE_BY,
         max_sequence_length=settings.data.seq_length,
-        pre_process=layers.start == 0,
-        post_process=layers.stop == model.num_layers,
         position_embedding_type="none" if alibi else model.position_embedding_type,
         rotary_base=model.rotary_base,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-        vp_stage=vp_stage,
     )
-    numbers = [layer.layer_number - 1 for layer in gpt.decoder.layers]
-    if numbers != list(layers):
-        raise NotImplementedError(f"Megatron gives virtual stage {number} the layers {numbers}, not {list(layers)}")
     install_model(gpt)
     return gpt.to(world.device)
 
 
-def _seeded(spec: TransformerBlockSubmodules, seed: int, layers: Sequence[int]) -> TransformerBlockSubmodules:
-    """Return the spec with a seed for each layer, which depends on the run's and on the layer's number."""
-    specs = [
-        ModuleSpec(
-            module=SeededLayer,
-            params={**layer.params, "initial_seed": int(np.random.SeedSequence([seed, number]).generate_state(1)[0])},
-            submodules=layer.submodules,
-        )
-        for layer, number in zip(spec.layer_specs, layers, strict=True)
-    ]
-    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=spec.layer_norm)
-
-
-def _count_parameters(models: Sequence[nn.Module], settings: Settings, world: World) -> int:
-    """Return the number of weights of the whole model, shared ones counted once; every rank must call it.
-
-    Tensor-parallel ranks hold parts of matrices, a rank holds only its own experts, and the last pipeline stage may
-    hold a copy of the first one's embedding.
-    """
+def _count_parameters(gpt: GPTModel, settings: Settings, world: World) -> int:
+    """Return the number of weights over all ranks: tensor-parallel ones hold parts of matrices, and a rank holds only
+    its own experts."""
     total = 0
-    for name, parameter in (named for model in models for named in model.named_parameters()):
-        if not getattr(parameter, "shared", False):
-            shared_by = world.tp_size if getattr(parameter, "tensor_model_parallel", False) else 1
-            is_expert = ".local_experts." in name
-            total += parameter.numel() * (settings.train.expert_model_parallel_size if is_expert else shared_by)
-    return int(world.gather([float(total)])[:: world.stage_size].sum())
+    for name, parameter in gpt.named_parameters():
+        shared_by = world.tp_size if getattr(parameter, "tensor_model_parallel", False) else 1
+        is_expert = ".local_experts." in name
+        total += parameter.numel() * (settings.train.expert_model_parallel_size if is_expert else shared_by)
+    return total
 
 
 def optimizer_config(settings: Settings) -> OptimizerConfig:
@@ -257,7 +192,6 @@ def optimizer_config(settings: Settings) -> OptimizerConfig:
         clip_grad=train.clip_grad or NOT_CLIPPED,
         bf16=train.bf16,
         params_dtype=torch.bfloat16 if train.bf16 else torch.float32,
-        use_distributed_optimizer=train.use_distributed_optimizer,
     )
 
 

@@ -79,11 +79,10 @@ class RunWriter:
         self._losses: list[float] = []
         self._comparison: dict[str, Any] | None = None
         suite = settings.context_parallel_suite
-        algorithms = ", or by row ".join((suite.algorithm, *suite.row_candidates))
         is_complete = step >= settings.train.train_iters
         for note in (
             f"{parameters:,} parameters, context {settings.data.seq_length:,} over {suite.context_parallel_size} ranks "
-            f"({algorithms}) on {device.type}{f', resumed after step {step}' if step else ''}",
+            f"({suite.algorithm}) on {device.type}{f', resumed after step {step}' if step else ''}",
             self._changed and f"this run was last started with other settings: {'; '.join(self._changed)}",
             "this run is complete, so nothing is done: to go on, raise train.train_iters and set train.lr_decay_iters; "
             "to start anew, give another output.folder"

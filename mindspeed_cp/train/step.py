@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,6 +28,7 @@ from mindspeed_cp.train.stop_request import StopRequest
 from mindspeed_cp.train.world import World
 
 with megatron_imports():
+    from megatron.core.distributed import DistributedDataParallel
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
 #: Fields of MicroBatch that a step adds up.
@@ -55,8 +54,8 @@ class StepChecks:
 
 
 @dataclass(frozen=True)
-class StepSums:
-    """Sums of a step's micro-batches over all ranks.
+class StepResult:
+    """Result of an optimizer step, summed over all ranks.
 
     Attributes:
         loss: mean over all counted tokens.
@@ -65,31 +64,22 @@ class StepSums:
             `replica_imbalance`, modelled time of the slowest replica over the mean; `pooled`, the number of pools on
             which the ranks of several replicas computed the step together, 0: on replicas; `planning_seconds` in the
             loader's thread and `waiting_seconds` of the training thread for micro-batches, each on the rank where they
-            took longest; `algorithms`, the number of this replica's rows by algorithm.
+            took longest.
         stop: True if any rank was asked to stop.
         data: state of the data stream behind the step's last row.
         nonfinite: what is not finite in loss or gradients, and on which ranks; None: nothing.
+        lr: learning rate.
+        grad_norm: norm of the gradient; not a number where the update was left out.
+        problem: what is wrong with the step's loss or gradient, for which the weights were left as they are; or None.
     """
 
     loss: float
     figures: dict[str, Any]
     stop: bool
     data: dict[str, Any]
-    nonfinite: str | None
-
-
-@dataclass(frozen=True)
-class StepResult(StepSums):
-    """Result of an optimizer step.
-
-    Attributes:
-        grad_norm: norm of the gradient; not a number where the update was left out.
-        lr: learning rate.
-        problem: what is wrong with the step's loss or gradient, for which the weights were left as they are; or None.
-    """
-
-    grad_norm: float
-    lr: float
+    nonfinite: str | None = None
+    lr: float = 0.0
+    grad_norm: float = math.nan
     problem: str | None = None
 
 
@@ -126,7 +116,7 @@ def run_step(
     lr = training.optimizer.param_groups[0]["lr"]
     problem = policy.problem(step, sums.nonfinite, sums.loss, losses)
     if problem is not None:
-        return StepResult(**vars(sums), grad_norm=math.nan, lr=lr, problem=problem)
+        return replace(sums, lr=lr, problem=problem)
     with timed_span("optimizer"):
         _, norm, _ = training.optimizer.step()
         grad_norm = float(norm)
@@ -134,7 +124,7 @@ def run_step(
         checks.queue.check(step)
     if not math.isfinite(grad_norm):  # though that of each rank's share is finite, and the update is done
         raise DivergenceError(f"step {step}: the gradient's norm is {grad_norm}; checkpoints are untouched")
-    return StepResult(**vars(sums), grad_norm=grad_norm, lr=lr)
+    return replace(sums, lr=lr, grad_norm=grad_norm)
 
 
 def forward_backward(
@@ -144,21 +134,20 @@ def forward_backward(
     world: World,
     stop_request: StopRequest,
     checks: StepChecks,
-) -> StepSums:
+) -> StepResult:
     """Compute the gradients of a step without updating the weights; arguments and errors as in `run_step`, but losses
     that are not finite are only told."""
-    training.zero_gradients()
+    training.ddp_model.zero_grad_buffer()
     training.optimizer.zero_grad()
     feed = _MicroBatchFeed(batches, checks.attention_check)
     if checks.compare_digests:
         check_digests(world.gather(feed.digests), step, _sharing_ranks(world, feed.pools))
-    parts = len(training.ddp_models)  # the virtual stages of a pipeline stage, each of which takes all micro-batches
     reports = get_forward_backward_func()(
         forward_step_func=_forward,
-        data_iterator=feed if parts == 1 else list(itertools.tee(feed, parts)),
-        model=list(training.ddp_models),
+        data_iterator=feed,
+        model=training.ddp_model,
         num_microbatches=feed.micro_batches,
-        seq_length=1,  # not used: stages tell each other the shapes of micro-batches
+        seq_length=1,  # not used without pipeline stages
         micro_batch_size=1,
         forward_only=False,
     )
@@ -170,7 +159,7 @@ def forward_backward(
             [
                 *(loss, counted, *feed.sums.values(), feed.waiting_seconds, *feed.digests),
                 calls_digest(world.plan_group(feed.pools)),
-                *(float(stop_request.reason is not None), gradient_norm(training.ddp_models)),
+                *(float(stop_request.reason is not None), gradient_norm(training.ddp_model)),
             ]
         )
     ranks = dict(zip(_COLUMNS, table.unbind(1), strict=True))
@@ -203,9 +192,9 @@ def compare_attention(check: AttentionCheck, step: int, world: World, pools: int
         )
 
 
-def gradient_norm(ddp_models: Sequence[nn.Module]) -> float:
+def gradient_norm(ddp_model: DistributedDataParallel) -> float:
     """Return the norm of this rank's gradients after the reduction, which shows whether one is not finite."""
-    buffers = [x for model in ddp_models for x in (*model.buffers, *model.expert_parallel_buffers)]  # type: ignore[misc]
+    buffers = (*ddp_model.buffers, *ddp_model.expert_parallel_buffers)
     norms = [torch.linalg.vector_norm(buffer.grad_data) for buffer in buffers]
     return float(torch.stack(norms).sum())
 
@@ -221,19 +210,18 @@ def nonfinite_ranks(values: Tensor, name: str) -> str | None:
 
 def _sharing_ranks(world: World, pools: int) -> list[list[int]]:
     """Return the ranks that have the same rows: those of each replica, or of the replicas of each pool."""
-    replica_ranks, count = world.replica_ranks, world.replicas_of_plan(pools)
-    firsts = range(0, world.replicas, count)
-    return [[rank for ranks in replica_ranks[first : first + count] for rank in ranks] for first in firsts]
+    count = world.size // world.replicas * world.replicas_of_plan(pools)
+    return torch.arange(world.size).view(-1, count).tolist()
 
 
-def _sums(ranks: dict[str, Tensor], feed: _MicroBatchFeed, world: World, nonfinite: str | None) -> StepSums:
+def _sums(ranks: dict[str, Tensor], feed: _MicroBatchFeed, world: World, nonfinite: str | None) -> StepResult:
     """Return the sums of a step from the gathered columns, each fp64 [ranks]."""
 
     def total(name: str) -> int:
         """Return the sum over replicas, of which every rank counts whole rows."""
-        return int(ranks[name][: world.stage_size][:: world.tp_size][:: world.cp_size].sum())
+        return int(ranks[name][:: world.tp_size * world.cp_size].sum())
 
-    # Tensor-parallel ranks hold the same tokens, and all pipeline stages but the last have no loss.
+    # Tensor-parallel ranks hold the same tokens.
     loss, counted, pairs = (ranks[name][:: world.tp_size] for name in ("loss", "counted", "visible_pairs"))
     figures = {
         **{name: total(name) for name in ("tokens", "documents", "flat_tokens")},
@@ -241,10 +229,9 @@ def _sums(ranks: dict[str, Tensor], feed: _MicroBatchFeed, world: World, nonfini
         "replica_imbalance": feed.imbalance,
         "pooled": feed.pools,
         **{name: float(ranks[name].max()) for name in ("planning_seconds", "waiting_seconds")},
-        "algorithms": dict(feed.algorithms),
     }
     mean = float(loss.sum() / counted.sum().clamp(min=1))
-    return StepSums(mean, figures, bool(torch.any(ranks["stop"] > 0)), feed.state, nonfinite)
+    return StepResult(mean, figures, bool(torch.any(ranks["stop"] > 0)), feed.state, nonfinite)
 
 
 class _MicroBatchFeed:
@@ -257,13 +244,11 @@ class _MicroBatchFeed:
         imbalance, state: those of their global batch.
         sums: sums of _SUMMED_FIELDS, by name.
         waiting_seconds: time spent waiting for them.
-        algorithms: number of micro-batches by algorithm.
     """
 
     def __init__(self, batches: Iterator[MicroBatch], check: AttentionCheck | None = None) -> None:
         self._batches, self._check = batches, check
         self.sums, self.waiting_seconds = dict.fromkeys(_SUMMED_FIELDS, 0.0), 0.0
-        self.algorithms: Counter[str] = Counter()
         first = self._take()
         batch, dispatched = first.global_batch, first.global_batch.dispatched
         self.micro_batches, self.imbalance, self.pools = len(batch.rows), dispatched.imbalance, dispatched.pools
@@ -282,7 +267,6 @@ class _MicroBatchFeed:
         self._taken += 1
         for name in _SUMMED_FIELDS:
             self.sums[name] += getattr(micro, name)
-        self.algorithms[micro.algorithm_choice.word] += 1
         return micro
 
     def _take(self) -> MicroBatch:

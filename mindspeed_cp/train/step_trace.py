@@ -6,7 +6,6 @@ record time spans (:mod:`mindspeed_cp.engine.recorder`); after it the first rank
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mindspeed_cp.config.derived import document_cost
+from mindspeed_cp.config.derived import document_cost, training_plan_options
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.engine.call_agreement import COMPARISON
 from mindspeed_cp.engine.recorder import (
@@ -105,9 +104,9 @@ class StepTracer:
             torch.get_device_module(self._world.device).synchronize()
         self._world.barrier()
         recorder = Recorder(self._world.device)
-        traced = _TracedBatches(batches, recorder)
+        traced = _TracedBatches(batches, recorder, self._settings)
         with ExitStack() as stack:
-            stack.enter_context(_record_layer_numbers(self._training.models, recorder))
+            stack.enter_context(_record_layer_numbers(self._training.model, recorder))
             stack.enter_context(_record_reduction(self._training.config))
             stack.enter_context(recording(recorder))
             yield traced
@@ -130,7 +129,7 @@ class StepTracer:
             "device": world.device.type,
             "micro_batches": [rows for _, rows in sorted({replica: rows for _, replica, rows in gathered}.items())],
             "layers": layer_metadata(document_cost(settings, attentions).layers),
-            "gradient_bytes": 4 * sum(p.numel() for part in self._training.models for p in part.parameters()),
+            "gradient_bytes": 4 * sum(p.numel() for p in self._training.model.parameters()),
             "settings": settings.model_dump(mode="json"),
         }
         path = trace_path(self._folder, number)
@@ -163,8 +162,9 @@ class _TracedBatches:
         pools: number of pools on which the ranks of several replicas compute them together; 0: on replicas.
     """
 
-    def __init__(self, batches: Iterator[MicroBatch], recorder: Recorder) -> None:
+    def __init__(self, batches: Iterator[MicroBatch], recorder: Recorder, settings: Settings) -> None:
         self._batches, self._recorder, self.pools = batches, recorder, 0
+        self._algorithm = settings.context_parallel_suite.algorithm, training_plan_options(settings)
         self.rows: list[tuple[list[int], list[int] | None, str, dict[str, Any]]] = []
 
     def __iter__(self) -> _TracedBatches:
@@ -176,18 +176,18 @@ class _TracedBatches:
         assert micro.params.plan is not None
         self.pools = micro.global_batch.dispatched.pools
         self._recorder.micro_batch = len(self.rows)
-        documents, choice = micro.params.plan.documents, micro.algorithm_choice
+        documents = micro.params.plan.documents
         parents = None if documents.trees is None else documents.parents.tolist()
-        self.rows.append((documents.lengths.tolist(), parents, choice.algorithm, choice.options))
+        self.rows.append((documents.lengths.tolist(), parents, *self._algorithm))
         return micro
 
 
 @contextmanager
-def _record_layer_numbers(models: Sequence[nn.Module], recorder: Recorder) -> Iterator[None]:
+def _record_layer_numbers(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     """Tell the recorder within the block in which layer the engine is called. Recomputation calls core attention, or
     the whole layer, again; hidden states move in hooks of the attention module, which run after this one."""
     handles = []
-    for module in itertools.chain.from_iterable(model.modules() for model in models):
+    for module in model.modules():
         core = getattr(module, "core_attention", None)
         if not isinstance(core, PlannedAttention):
             continue

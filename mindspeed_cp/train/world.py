@@ -18,14 +18,12 @@ import torch.distributed as dist
 from mindspeed_cp.comm import open_directional_groups
 from mindspeed_cp.comm.directional_groups import PAIR_BUFFER_VARIABLE
 from mindspeed_cp.comm.groups import process_group_options
-from mindspeed_cp.config.candidates import candidate_settings
 from mindspeed_cp.config.data import POOL
 from mindspeed_cp.config.pool import Subpools, pool_topology, subpools_of
 from mindspeed_cp.config.rules import data_parallel_size
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.device.open_files import check_open_files
 from mindspeed_cp.device.select import (
-    batched_launches_problem,
     cann_problem,
     cann_version,
     load_cuda,
@@ -63,9 +61,8 @@ class World:
         cp_size, cp_rank: number of context-parallel ranks, and its number among them.
         local_size: number of ranks on this machine, as its launcher says.
         tp_size: number of tensor-parallel ranks; ranks with the same rank // tp_size hold the same tokens.
-        stages, stage: number of pipeline stages, and its stage; a stage is consecutive ranks.
-        pool: context-parallel ranks of all replicas of a stage, numbered replica by replica, which may share plans;
-            None without data.balance: pool.
+        pool: context-parallel ranks of all replicas, numbered replica by replica, which may share plans; None without
+            data.balance: pool.
         subpools: equal pools into which it may be divided; None: it has at most data.pool_ranks ranks.
         pool_groups: process groups of this rank's pool of these; None without them.
         store: the key-value store through which the ranks found each other.
@@ -83,8 +80,6 @@ class World:
     tp_size: int
     store: dist.Store
     timeout_seconds: float
-    stages: int = 1
-    stage: int = 0
     pool: Topology | None = None
     subpools: Subpools | None = None
     pool_groups: PoolGroups | None = None
@@ -122,17 +117,6 @@ class World:
         return parallel_state.get_context_parallel_group()
 
     @property
-    def stage_size(self) -> int:
-        """Number of ranks of a pipeline stage, over all replicas."""
-        return self.size // self.stages
-
-    @property
-    def replica_ranks(self) -> list[list[int]]:
-        """The ranks of each replica: those of its part of every pipeline stage."""
-        ranks = torch.arange(self.size).view(self.stages, self.replicas, -1)
-        return ranks.transpose(0, 1).reshape(self.replicas, -1).tolist()
-
-    @property
     def is_first(self) -> bool:
         """True on the one rank that prints and writes."""
         return self.rank == 0
@@ -160,8 +144,7 @@ def check_nodes(settings: Settings, local_size: int, size: int) -> None:
     depends on nodes."""
     suite, tp = settings.context_parallel_suite, settings.train.tensor_model_parallel_size
     node_size = suite.topology.ranks_per_node * tp
-    algorithms = {variant.context_parallel_suite.algorithm for variant in candidate_settings(settings)}
-    if "hierarchical" in algorithms and min(node_size, size) > local_size:
+    if suite.algorithm == "hierarchical" and min(node_size, size) > local_size:
         nodes = -(-suite.context_parallel_size * tp // local_size)
         raise ConfigError(
             f"context_parallel_suite.nodes = {suite.nodes}: puts {node_size} ranks on a node, but {local_size} were "
@@ -205,13 +188,7 @@ def join_ranks(
     torch.set_num_threads(train.threads_per_rank or max(1, _usable_cores() // local_size))
     timeout = timedelta(seconds=suite.timeout_seconds)
     library, options = _library(settings, device.type)
-    cp, virtual = suite.context_parallel_size, train.virtual_pipeline_model_parallel_size
-    if library == "hccl" and cp > 1 and suite.uses_batched_launches:
-        problem = batched_launches_problem(cann_version(), virtual)
-        if problem is not None:
-            raise ConfigError(
-                f"context_parallel_suite.p2p_groups is {suite.p2p_groups!r}, algorithm {suite.algorithm!r}: {problem}"
-            )
+    cp = suite.context_parallel_size
     if library == "hccl":
         set_hccl_timeouts(timeout.total_seconds())
         if "buffer_mb" in options:
@@ -227,15 +204,13 @@ def join_ranks(
         with megatron_groups_with(timeout, library, options):
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=train.tensor_model_parallel_size,
-                pipeline_model_parallel_size=train.pipeline_model_parallel_size,
-                virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
                 context_parallel_size=cp,
                 expert_model_parallel_size=train.expert_model_parallel_size,
                 expert_tensor_parallel_size=EXPERT_TENSOR_PARALLEL if settings.model.num_moe_experts else None,
             )
             if subpools is not None:
-                stages, tensor = train.pipeline_model_parallel_size, train.tensor_model_parallel_size
-                pool_groups = open_pool_groups(rank, size, stages, subpools.count, tensor, train.sequence_parallel)
+                tensor = train.tensor_model_parallel_size
+                pool_groups = open_pool_groups(rank, size, subpools.count, tensor, train.sequence_parallel)
         if device.type != "cpu" and cp > 1 and suite.uses_directional_groups:
             open_directional_groups(parallel_state.get_context_parallel_group(), device, timeout)
         yield World(
@@ -250,8 +225,6 @@ def join_ranks(
             tp_size=train.tensor_model_parallel_size,
             store=store,
             timeout_seconds=suite.timeout_seconds,
-            stages=train.pipeline_model_parallel_size,
-            stage=parallel_state.get_pipeline_model_parallel_rank(),
             pool=pool,
             subpools=subpools,
             pool_groups=pool_groups,
@@ -368,18 +341,16 @@ def megatron_groups_with(timeout: timedelta, library: str, options: Mapping[str,
         yield
 
 
-def open_pool_groups(rank: int, size: int, stages: int, pools: int, tensor: int, moves_shares: bool) -> PoolGroups:
-    """Make the groups of all pools of all pipeline stages, and return those of this rank; all ranks call it, within
-    `megatron_groups_with`.
+def open_pool_groups(rank: int, size: int, pools: int, tensor: int, moves_shares: bool) -> PoolGroups:
+    """Make the groups of all pools, and return those of this rank; all ranks call it, within `megatron_groups_with`.
 
     Args:
         rank, size: this rank, and the number of all ranks.
-        stages: pipeline stages, of consecutive ranks each.
-        pools: pools of a stage, of consecutive ranks each.
+        pools: number of pools, of consecutive ranks each.
         tensor: tensor-parallel ranks, which are consecutive.
         moves_shares: hidden states may move between all ranks of a pool (sequence parallelism).
     """
-    ranks_of_pool = size // (stages * pools)
+    ranks_of_pool = size // pools
     plan = shares = None
     for first in range(0, size, ranks_of_pool):
         ranks = list(range(first, first + ranks_of_pool))

@@ -13,8 +13,6 @@ from mindspeed_cp.choose.candidates import Candidate, default_candidates
 from mindspeed_cp.choose.choose import KV_FETCH_ALGORITHMS, RING_ALGORITHMS, choose_algorithm, plan_key
 from mindspeed_cp.choose.lower_bounds import (
     balanced_lower_bound,
-    busiest_link_seconds,
-    kv_fetch_link_seconds,
     kv_fetch_lower_bound,
     layout_lower_bound,
     min_attention_seconds,
@@ -153,12 +151,6 @@ def test_what_an_exchange_takes_at_least_is_known_without_its_plan(layout: str) 
             for algorithm in KV_FETCH_ALGORITHMS:
                 plan = build_plan(documents, topology, GQA, algorithm, layout=layout)
                 assert floor.seconds > 0.5 * plan_lower_bound(plan, cost).seconds
-                for about, real in zip(
-                    kv_fetch_link_seconds(documents, topology, cost, layout),
-                    busiest_link_seconds(plan, cost),
-                    strict=True,
-                ):
-                    assert 0.5 * real < about < 1.5 * real
 
 
 def test_work_of_a_layout_is_that_of_its_tiles_where_they_are_whole() -> None:

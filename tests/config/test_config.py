@@ -14,7 +14,6 @@ from mindspeed_cp.config.model import ModelSettings
 from mindspeed_cp.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-STAGES = "pipeline_model_parallel_size"
 
 
 def write(folder: Path, text: str) -> Path:
@@ -132,20 +131,6 @@ def test_settings_survive_json(tmp_path: Path) -> None:
         ("model: {num_query_groups: 3}", ["model.num_query_groups = 3", "valid: 1, 2, 4, 8"]),
         ("model: {kv_channels: 3}", ["model.kv_channels = 3", "even", "position_embedding_type"]),
         ("train: {tensor_model_parallel_size: 3}", ["tensor_model_parallel_size = 3", "num_attention_heads = 8"]),
-        (
-            "train: {pipeline_model_parallel_size: 3}",
-            ["pipeline_model_parallel_size = 3", "divide model.num_layers = 4"],
-        ),
-        (
-            "train: {virtual_pipeline_model_parallel_size: 2}",
-            ["virtual_pipeline_model_parallel_size = 2", "is 1; use 1"],
-        ),
-        (f"train: {{{STAGES}: 2, virtual_{STAGES}: 4}}", [f"virtual_{STAGES} = 4", "num_layers = 4", "= 8 does not"]),
-        (f"train: {{{STAGES}: 2}}\noutput: {{trace_steps: [1]}}", ["output.trace_steps = [1]", "use null"]),
-        (
-            f"train: {{{STAGES}: 2, virtual_{STAGES}: 2}}\ndata: {{balance: time}}",
-            ['data.balance = "time"', "use none"],
-        ),
         ("train: {min_lr: 1.0}", ["train.min_lr = 1.0", "train.lr = 0.001"]),
         ("train: {lr_warmup_iters: 100}", ["train.lr_warmup_iters = 100", "less than train.train_iters = 100"]),
     ],

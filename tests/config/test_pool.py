@@ -34,7 +34,6 @@ def of_pool(settings: Settings, replicas: int, local_ranks: int) -> Topology:
             "context_parallel_suite.algorithm: hierarchical, or data.balance: time",
         ),
         ("context_parallel_suite.algorithm=auto", "algorithm = auto has not"),
-        ("context_parallel_suite.candidates=[ring]", "context_parallel_suite.candidates names others; use null there"),
         (
             "context_parallel_suite.p2p_groups=directional",
             "p2p_groups = directional .* use auto there, or data.balance: time",
@@ -47,15 +46,6 @@ def test_what_does_not_go_with_the_pool_is_refused_when_it_is_read(override: str
     with pytest.raises(ConfigError, match=says) as caught:
         pool(override, *more)
     assert 'data.balance = "pool"' in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_virtual_stages_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r'data\.balance = "pool".* use none, or one virtual stage'):
-        pool(
-            "train.pipeline_model_parallel_size=2",
-            "train.virtual_pipeline_model_parallel_size=2",
-            "model.num_layers=4",
-        )
 
 
 @pytest.mark.parametrize(

@@ -38,11 +38,6 @@ def losses(folder: Path, ranks: int, **settings: str) -> list[float]:
     [
         pytest.param(1, {"context_parallel_suite__context_parallel_size": "1"}, id="one GPU"),
         pytest.param(2, {"context_parallel_suite__context_parallel_size": "2"}, id="cp 2"),
-        pytest.param(
-            2,
-            {"context_parallel_suite__context_parallel_size": "1", "train__pipeline_model_parallel_size": "2"},
-            id="pp 2",
-        ),
     ],
 )
 def test_losses_are_those_of_the_cpu(tmp_path: Path, ranks: int, settings: dict[str, str], bf16: str) -> None:

@@ -73,7 +73,7 @@ def batch_self(call: BatchCall) -> str | None:
 
 @batch_rules.add(
     "batch-virtual-pipeline", "The call is not made where pipeline stages are virtual (VPP).",
-    DOCUMENT, "`train` refuses it before CANN 9 (`batched_launches_problem`); Megatron's own scripts are not asked", UNDEFINED,
+    DOCUMENT, "`train` has no pipeline stages; Megatron's own scripts are not asked", UNDEFINED,
 )  # fmt: skip
 def batch_virtual_pipeline(call: BatchCall) -> str | None:
     if call.virtual_stages <= 1:

@@ -12,9 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
-from mindspeed_cp.config.suite import SuiteSettings
-from mindspeed_cp.device.select import batched_launches_problem
 from mindspeed_cp.doctor.machine import requirements
 from mindspeed_cp.errors import OperatorError
 from mindspeed_cp.ops.attention import attention
@@ -119,39 +116,6 @@ def test_an_older_cann_is_refused_before_anything_runs(tmp_path: Path) -> None:
     [(code, errors)] = start(tmp_path, 1, COMMAND, HOST_CANN_VERSION="8.3.RC1")
     wanted = "train.device = npu: CANN is 8.3.RC1, needed is 8.5 or later; install CANN 8.5 or later"
     assert code == 2 and len(lines(errors)) == 1 and wanted in errors
-
-
-def test_batched_messages_under_virtual_stages_want_cann_9(tmp_path: Path) -> None:
-    """The documentation of HcclBatchSendRecv, which CANN 8 sends them by, excludes virtual pipeline stages. Directional
-    groups carry the messages of steps, and redistributions go in one launch all the same."""
-    stages = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2, "global_batch_size": 2}
-    change = {f"train.{name}": value for name, value in stages.items()} | {"model.num_layers": 4}
-    change |= {"context_parallel_suite.context_parallel_size": 2, "context_parallel_suite.p2p_groups": "directional"}
-    [(code, errors)] = start(tmp_path, 4, COMMAND, True, change, HOST_CANN_VERSION="8.5.0")
-    assert code == 2 and len(lines(errors)) == 1, errors
-    assert lines(errors)[0] == (
-        "error: "
-        "context_parallel_suite.p2p_groups is 'directional', algorithm 'hierarchical': messages go in launches of several, "
-        "CANN is 8.5.0, and each pipeline stage is 2 virtual ones: HcclBatchSendRecv of CANN 8 is not for virtual stages; "
-        "use CANN 9, or algorithm: ring or double_ring with p2p_groups: directional"
-    )
-
-
-def test_launches_of_several_messages() -> None:
-    for algorithm, groups, batched in (
-        ("ring", "auto", False), ("double_ring", "directional", False), ("ring", "batched", True),
-        ("ulysses", "auto", True), ("hybrid", "directional", True),
-    ):  # fmt: skip
-        assert SuiteSettings(algorithm=algorithm, p2p_groups=groups).uses_batched_launches == batched, algorithm
-    plans = [
-        build_plan(Documents([100, 7, 900]), Topology(1, 4), AttentionConfig(4), x) for x in ("ring", "double_ring")
-    ]
-    assert all(plan.q_redistribution is plan.kv_redistribution is None for plan in plans)
-
-
-@pytest.mark.parametrize("version, stages", [("9.0.0", 2), ("8.5.0", 1), (None, 2), ("9.1.RC1", 4)])
-def test_batched_messages_elsewhere(version: str | None, stages: int) -> None:
-    assert batched_launches_problem(version, stages) is None
 
 
 def test_more_ranks_than_devices(tmp_path: Path) -> None:

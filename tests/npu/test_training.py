@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from mindspeed_cp.train.checkpoint import read_manifest
 from tests.limits import HANG
 from tests.npu.commands import run_commands
 from tests.ports import free_port
@@ -109,12 +108,6 @@ def test_losses_are_those_of_the_cpu(
     ranks: int, settings: tuple[str, ...], corpus: Path, tmp_path: Path, on_the_cpu: list[dict[str, Any]]
 ) -> None:
     assert_same(train(ranks, tmp_path, f"data.corpus={corpus}", "train.device=npu", *settings), on_the_cpu)
-    assert adam_steps(tmp_path) == STEPS
-
-
-def adam_steps(folder: Path) -> float:
-    """Adam's counter of steps in the newest checkpoint."""
-    return read_manifest(max((folder / "checkpoints").glob("iter_*")))["adam_steps"]
 
 
 @pytest.mark.thorough
@@ -130,7 +123,6 @@ def test_a_run_goes_on_on_another_device(
     for last, device in runs:
         settings = (f"train.device={device}", f"train.train_iters={last}")
         lines = train(1, tmp_path, f"data.corpus={corpus}", *settings)
-        assert adam_steps(tmp_path) == last
     assert_same(lines, on_the_cpu)
 
 

@@ -9,10 +9,10 @@ from typing import Any, cast
 import pytest
 
 from mindspeed_cp.cluster import LayerCost
+from mindspeed_cp.config import candidates as auto_module
+from mindspeed_cp.config.candidates import resolve_auto
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.train import algorithm_choice as auto_module
-from mindspeed_cp.train.algorithm_choice import resolve_auto
 from mindspeed_cp.train.loop import train
 from tests.train.test_training import tiny
 
@@ -74,9 +74,7 @@ def test_chosen_algorithm_runs_every_attention_of_the_model(corpus: Path, tmp_pa
 
 
 def test_training_refuses_unresolved_auto(corpus: Path, tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"algorithm is 'auto': give mindspeed_cp.train.algorithm_choice.resolve_auto"
-    ):
+    with pytest.raises(ConfigError, match=r"algorithm is 'auto': give mindspeed_cp.config.candidates.resolve_auto"):
         train(auto(corpus, tmp_path), cast(Any, SimpleNamespace()))
 
 

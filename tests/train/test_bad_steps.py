@@ -68,7 +68,7 @@ def train_with_a_fault(settings: str, fault: str) -> dict[str, Any] | str:
 
     def built(*arguments: Any) -> Any:
         training = build(*arguments)
-        last = training.models[-1].decoder.layers[-1].mlp
+        last = training.model.decoder.layers[-1].mlp
 
         def spoil(module: Any, inputs: Any, output: Any) -> Any:
             if len(steps) == 4 and fault == "forward" and arguments[1].rank == 1:
@@ -85,7 +85,7 @@ def train_with_a_fault(settings: str, fault: str) -> dict[str, Any] | str:
         spiked = len(steps) == 4 and fault == "spike"
         if spiked:
             with torch.no_grad():
-                training.models[0].decoder.final_layernorm.weight.mul_(30)
+                training.model.decoder.final_layernorm.weight.mul_(30)
         result = run_step(training, *arguments)
         return result
 

@@ -62,10 +62,6 @@ def reference(fresh_ranks: FreshRanks, corpus: Path, tmp_path_factory: pytest.Te
     [
         pytest.param(ALL_WAYS, {"data__pool_ranks": 2}, id="2 pools, 1 and none in turn, 4 replicas of one rank"),
         pytest.param(IN_TURN, CP2, id="in turn, 2 replicas of 2 ranks"),
-        pytest.param(
-            ALWAYS, {"train__use_distributed_optimizer": True}, id="always, 4 replicas of one rank",
-            marks=pytest.mark.thorough,
-        ),
     ],
 )  # fmt: skip
 def test_the_losses_are_those_of_one_rank(
@@ -85,7 +81,6 @@ def test_the_losses_are_those_of_one_rank(
 @pytest.mark.parametrize(
     "more",
     [
-        pytest.param({"train__pipeline_model_parallel_size": 2}, id="2 stages", marks=pytest.mark.thorough),
         pytest.param(
             {
                 "train__tensor_model_parallel_size": 2,
@@ -131,10 +126,8 @@ def test_experts_over_all_replicas(
 def test_a_checkpoint_of_replicas_resumes_under_the_pool_and_back(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, reference: list[dict[str, Any]]
 ) -> None:
-    """The optimizer's state is sharded over all ranks, in all three: replicas, one pool, two pools."""
     for last, changes, pools in ((2, CP2, ALWAYS), (3, {**CP2, **POOL}, ALWAYS), (4, TWO_POOLS, SEVERAL), (5, CP2, [])):
-        more = {**COMMON, "train__train_iters": last, "train__use_distributed_optimizer": True}
-        settings = tiny(corpus, tmp_path, **more, **changes)
+        settings = tiny(corpus, tmp_path, **{**COMMON, "train__train_iters": last}, **changes)
         lines = fresh_ranks.run(4, choosing, settings.model_dump_json(), pools)[0]["lines"]
     assert_same_curve(lines, reference, TOLERANCE)
     assert values(lines, "pooled") == [0, 0, 1, 2, 0]
@@ -174,23 +167,14 @@ def test_traces_of_a_step_on_two_pools_have_the_messages_of_both(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "more",
-    [
-        pytest.param({"train__pipeline_model_parallel_size": 2, "data__pool_ranks": 2}, id="2 stages"),
-        pytest.param(
-            {
-                "train__tensor_model_parallel_size": 2,
-                "train__sequence_parallel": True,
-                "context_parallel_suite__remap": "hidden",
-                "data__pool_ranks": 2,
-            },
-            id="sequence parallel, hidden states move",
-        ),
-    ],
-)
-def test_two_pools_of_eight_ranks(
-    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, reference: list[dict[str, Any]], more: dict[str, Any]
+def test_two_pools_of_eight_ranks_move_hidden_states(
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, reference: list[dict[str, Any]]
 ) -> None:
+    more = {
+        "train__tensor_model_parallel_size": 2,
+        "train__sequence_parallel": True,
+        "context_parallel_suite__remap": "hidden",
+        "data__pool_ranks": 2,
+    }
     settings = tiny(corpus, tmp_path, **COMMON, **POOL, **more)
     assert_same_curve(pool_curve(fresh_ranks, settings, 8, ALL_WAYS), reference, TOLERANCE)

@@ -47,8 +47,8 @@ def result(loss: float, **more: Any) -> StepResult:
     names = (
         "tokens", "documents", "flat_tokens", "imbalance", "replica_imbalance", "pooled", "planning_seconds", "waiting_seconds",
     )  # fmt: skip
-    figures = {**dict.fromkeys(names, 1), "algorithms": {"ring": 1}}
-    return StepResult(loss, figures, False, {}, None, math.nan, 0.1, **more)
+    figures = dict.fromkeys(names, 1)
+    return StepResult(loss, figures, False, {}, lr=0.1, **more)
 
 
 def test_steps_are_lines_of_json_and_of_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,21 +24,15 @@ MODELS: dict[str, dict[str, Any]] = {
         model__num_moe_experts=4, model__moe_ffn_hidden_size=32, model__moe_aux_loss_coeff=0.05,
         model__moe_z_loss_coeff=1e-3, model__moe_shared_expert_intermediate_size=16, model__moe_layer_freq=[0, 1],
     ),
-    "experts everywhere": dict(model__num_moe_experts=4, model__moe_ffn_hidden_size=32),
     "biased": dict(
         model__position_embedding_type="alibi", model__num_attention_heads=6, model__num_query_groups=2,
         model__attention_dropout=0.2, model__window_size=[40, 0], model__window_attn_skip_freq=2,
     ),
-    "four layers": dict(model__num_layers=4, train__global_batch_size=4),
-    "four layers, one embedding": dict(
-        model__num_layers=4, train__global_batch_size=4, model__untie_embeddings_and_output_weights=False
-    ),
+    "one embedding": dict(model__untie_embeddings_and_output_weights=False),
 }  # fmt: skip
 
 CP, ALGORITHM = "context_parallel_suite__context_parallel_size", "context_parallel_suite__algorithm"
 TP, EP = "train__tensor_model_parallel_size", "train__expert_model_parallel_size"
-PP, VPP = "train__pipeline_model_parallel_size", "train__virtual_pipeline_model_parallel_size"
-SHARED: dict[str, Any] = dict(train__use_distributed_optimizer=True)
 RECOMPUTE, SP = "model__recompute_granularity", "train__sequence_parallel"
 PROVED: dict[str, Any] = dict(context_parallel_suite__verify_plans=True)
 
@@ -46,23 +40,16 @@ PROVED: dict[str, Any] = dict(context_parallel_suite__verify_plans=True)
 SPLITS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "dp2 cp2": ("plain", 4, {CP: 2}),
     "tp2 cp2": ("plain", 4, {TP: 2, CP: 2}),
-    "latent dp2 cp2, shared optimizer": ("latent", 4, {CP: 2, **SHARED}),
+    "latent dp2 cp2": ("latent", 4, {CP: 2}),
     "experts ep2 tp2 cp2, selective recompute": ("experts", 4, {TP: 2, SP: True, CP: 2, EP: 2, RECOMPUTE: "selective"}),
     "biased tp2 cp2, selective recompute": ("biased", 4, {TP: 2, SP: True, CP: 2, RECOMPUTE: "selective"}),
-    "pp2 cp2": ("four layers, one embedding", 4, {PP: 2, CP: 2}),
-    "pp2 vpp2": ("four layers", 2, {PP: 2, VPP: 2}),
 }
 MORE_SPLITS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "cp3, proved": ("plain", 3, {CP: 3, **PROVED}),
-    "cp2, shared optimizer, full recompute": ("plain", 2, {CP: 2, **SHARED, RECOMPUTE: "full"}),
-    "hierarchical pp2 cp2": ("plain", 4, {PP: 2, CP: 2, ALGORITHM: "hierarchical"}),
-    "experts ep4 dp2 cp2, shared optimizer": ("experts", 4, {CP: 2, **SHARED, EP: 4}),
-    "experts in every stage, pp2 cp2 ep2": ("experts everywhere", 4, {PP: 2, CP: 2, EP: 2}),
-    "biased dp2 cp2, full recompute": ("biased", 4, {CP: 2, **SHARED, RECOMPUTE: "full"}),
-    "pp4 cp2": ("four layers", 8, {PP: 4, CP: 2}),
-    "pp2 vpp2 cp2 tp2": ("four layers", 8, {PP: 2, VPP: 2, CP: 2, TP: 2, SP: True}),
-    "pp2 dp2, shared optimizer": ("four layers", 4, {PP: 2, **SHARED}),
-    "pp2, checked": ("four layers", 2, {PP: 2, "train__check_attention_interval": 1, **PROVED}),
+    "tp2 cp2, one embedding, full recompute": ("one embedding", 4, {TP: 2, CP: 2, RECOMPUTE: "full"}),
+    "experts ep4 dp2 cp2": ("experts", 4, {CP: 2, EP: 4}),
+    "biased dp2 cp2, full recompute": ("biased", 4, {CP: 2, RECOMPUTE: "full"}),
+    "dp2, checked": ("plain", 2, {"train__check_attention_interval": 1, **PROVED}),
     "latent, hierarchical on two nodes, hidden states move": (
         "latent", 4,
         {CP: 4, ALGORITHM: "hierarchical", "context_parallel_suite__nodes": 2, **PROVED,
@@ -75,16 +62,10 @@ MORE_SPLITS: dict[str, tuple[str, int, dict[str, Any]]] = {
 
 #: Model, and the ranks and settings with which each checkpoint goes on.
 RESUMES: dict[str, tuple[str, list[tuple[int, dict[str, Any]]]]] = {
-    "ranks and algorithms, shared optimizer": (
-        "plain", [(2, {CP: 2, **SHARED}), (1, SHARED), (4, {CP: 2, TP: 2, **SHARED, ALGORITHM: "ulysses"})],
-    ),
     "ranks and algorithms": ("plain", [(2, {CP: 2}), (1, {}), (4, {CP: 2, TP: 2, ALGORITHM: "ulysses"})]),
-    "experts": (
-        "experts", [(2, {CP: 2, EP: 2, **SHARED}), (1, {CP: 1, EP: 1, **SHARED}), (4, {CP: 2, EP: 4, **SHARED})],
-    ),
-    "stages": ("four layers", [(2, {PP: 2, VPP: 2}), (1, {}), (2, {PP: 2})]),
+    "experts": ("experts", [(2, {CP: 2, EP: 2}), (1, {CP: 1, EP: 1}), (4, {CP: 2, EP: 4})]),
 }  # fmt: skip
-DEFAULT_RESUME = "ranks and algorithms, shared optimizer"
+DEFAULT_RESUME = "ranks and algorithms"
 
 
 def settings_of(model: str, corpus: Path, folder: Path, steps: int = 4, **changes: Any) -> Settings:

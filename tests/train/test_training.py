@@ -91,12 +91,8 @@ def test_20_steps_on_two_ranks_give_the_losses_of_one(
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param({"train__bf16": True, "train__use_distributed_optimizer": True}, id="bf16, distributed optimizer"),
+        pytest.param({"train__bf16": True}, id="bf16"),
         pytest.param({}, id="fp32", marks=pytest.mark.thorough),
-        pytest.param({"train__bf16": True}, id="bf16", marks=pytest.mark.thorough),
-        pytest.param(
-            {"train__use_distributed_optimizer": True}, id="distributed optimizer", marks=pytest.mark.thorough
-        ),
     ],
 )
 def test_a_resumed_run_goes_on_exactly(

@@ -107,17 +107,12 @@ SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
         4, {**CP2, "data__balance": "time", "context_parallel_suite__algorithm": "ulysses",
             "train__check_attention_interval": 1},
     ),
-    "pp2-cp2": (4, {**CP2, "train__pipeline_model_parallel_size": 2}),
     "direct, balanced layout": (
         3, {"context_parallel_suite__context_parallel_size": 3, "context_parallel_suite__algorithm": "direct",
             "context_parallel_suite__layout": "balanced"},
     ),
-    "candidates of rows": (2, {**CP2, "context_parallel_suite__algorithm": "hierarchical",
-                 "context_parallel_suite__candidates": ["ring", "ulysses"]}),
     "pool": (4, {**CP2, "data__balance": "pool", "context_parallel_suite__algorithm": "hierarchical"}),
-    "distributed optimizer, recomputed": (
-        2, {**CP2, "train__use_distributed_optimizer": True, "model__recompute_granularity": "full"},
-    ),
+    "recomputed": (2, {**CP2, "model__recompute_granularity": "full"}),
 }  # fmt: skip
 
 
