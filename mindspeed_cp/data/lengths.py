@@ -184,8 +184,8 @@ def _read(path: Path, modified: int) -> Lengths:
         settings = with_file_location(file, "", lambda: LengthSettings(**file.data))
         return Lengths(settings.name, tuple(settings.edges), tuple(settings.percent))
     try:
-        with open(path, "rb") as file:
-            loaded = np.load(file, allow_pickle=False)
+        with open(path, "rb") as content:
+            loaded = np.load(content, allow_pickle=False)
             lengths = loaded if isinstance(loaded, np.ndarray) else loaded["lengths"]
     except Exception:  # NumPy evaluates the header, and zipfile's decoders too raise many kinds for a damaged file
         raise ConfigError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -174,7 +173,7 @@ def test_with_relays_the_nics_of_a_node_are_one() -> None:
     """Eight NICs, or one of eight times the rate: what crosses between nodes is estimated to take as long."""
     documents, topology = Documents([65536, *[900] * 40]), Topology(2, 8, "a2")
     several = load_cluster("a2")
-    single = replace(several, nics_per_node=1, nic_bandwidth=several.nic_bandwidth * several.nics_per_node)
+    single = several.with_values(nics_per_node=1, nic_bandwidth=several.nic_bandwidth * several.nics_per_node)
     placement = choose_placement(documents, documents, topology, GQA, head_split=False).ranked[0]
     totals = []
     for cluster in (several, single):
