@@ -15,6 +15,7 @@ from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.data import Corpus, different_documents
 from mindspeed_cp.errors import ConfigError, OperatorError
 from mindspeed_cp.schema.messages import format_value, name_ranks
+from mindspeed_cp.train.identity import flat_settings
 from mindspeed_cp.train.world import World
 
 #: Settings in which the machines of a run may differ.
@@ -39,7 +40,9 @@ def check_same_start(settings: Settings, world: World, corpus: Corpus, contents:
     Raises:
         ConfigError: ranks differ; names them and the first setting or the documents that differ.
     """
-    of_ranks = world.gather_objects([_compared_settings(settings), [len(corpus.lengths), *contents]])
+    everything = flat_settings(settings.model_dump(mode="json"))
+    shared = {key: value for key, value in everything.items() if key not in _OF_MACHINES}
+    of_ranks = world.gather_objects([shared, [len(corpus.lengths), *contents]])
     settings_of_ranks, corpora = zip(*of_ranks, strict=True)
     for key in settings_of_ranks[0]:
         values = [of_rank.get(key) for of_rank in settings_of_ranks]
@@ -60,14 +63,6 @@ def check_same_start(settings: Settings, world: World, corpus: Corpus, contents:
         raise ConfigError(
             f"data.corpus has {where}, on {name_ranks(different)} of {world.size}; give all ranks the same files"
         )
-
-
-def _compared_settings(settings: Settings) -> dict[str, Any]:
-    """Return the settings that all ranks must share, by dotted key."""
-    values: dict[str, Any] = {}
-    for name, section in settings.model_dump(mode="json").items():
-        values |= {f"{name}.{key}": value for key, value in section.items() if f"{name}.{key}" not in _OF_MACHINES}
-    return values
 
 
 def check_digests(digests: Tensor, step: int, replica_ranks: Sequence[Sequence[int]]) -> None:

@@ -20,10 +20,10 @@ from mindspeed_cp.data import Dispatcher, PackedStream
 from mindspeed_cp.engine.recorder import Recorder, recording
 from mindspeed_cp.errors import DivergenceError
 from mindspeed_cp.report.text import Table, format_bytes
+from mindspeed_cp.train.failures import StopRequest
 from mindspeed_cp.train.micro_batch_loader import MicroBatch, MicroBatchLoader
 from mindspeed_cp.train.model import TrainingModel
 from mindspeed_cp.train.step import StepChecks, forward_backward
-from mindspeed_cp.train.stop_request import StopRequest
 from mindspeed_cp.train.world import World
 
 STEPS = 3  # global batches that are compared; one more at the start is not timed

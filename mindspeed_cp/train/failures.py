@@ -1,4 +1,4 @@
-"""Classification of the error that ended a rank: its kind, one line of text and an exit code.
+"""How a rank ends: by a signal that asks it to stop, or by an error of a kind, with one line of text and an exit code.
 
 Importing this module imports neither torch nor Megatron.
 """
@@ -6,12 +6,15 @@ Importing this module imports neither torch nor Megatron.
 from __future__ import annotations
 
 import errno
+import os
+import signal
 import sys
+from types import FrameType, TracebackType
+from typing import Any
 
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.device import npu_errors
 from mindspeed_cp.errors import ConfigError, CorruptionError, DivergenceError, OperatorError, PeerError, PlanError
-from mindspeed_cp.train.stop_request import Stopped
 
 OK, FAILED, BAD_INPUT = 0, 1, 2  # exit codes
 # Lower-case parts of gloo's and the store's messages about a process that is gone or silent (HCCL: npu_errors).
@@ -120,3 +123,46 @@ def _file_error(error: OSError) -> str:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"{text}; free some space, and the same command goes on from the newest checkpoint"
     return text
+
+
+LAUNCHER_DEATH = "the death of the launcher"
+
+
+class Stopped(Exception):
+    """A rank was asked to stop and cannot finish its step; carries one line."""
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Return SIGTERM, SIGINT, and SIGHUP (a closed terminal) unless it is ignored, as by nohup."""
+    always = (signal.SIGTERM, signal.SIGINT)
+    return always if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (*always, signal.SIGHUP)
+
+
+class StopRequest:
+    """Inside this context the signals of `stop_signals` only set `reason`; main thread only."""
+
+    def __init__(self) -> None:
+        self._reason: str | None = None
+        self._parent = os.getppid()
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        for number in stop_signals():
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @property
+    def reason(self) -> str | None:
+        """Source of the request, as in "stopped by ...", or None."""
+        if os.getppid() != self._parent:  # torch has the system send SIGINT then, other launchers nothing
+            self._reason = LAUNCHER_DEATH
+        return self._reason
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._reason = self._reason or signal.Signals(number).name

@@ -14,10 +14,9 @@ from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.schema.messages import format_value
 
-_NOT_MODEL = {"recompute_granularity"}
-_NOT_DATA = {"pool_ranks"}
+_ONLY_SPEED = ("model.recompute_granularity", "data.pool_ranks")
 _TRAIN = ("global_batch_size", "lr_decay_style", "lr_warmup_iters", "bf16", "seed")
-_LENGTH = {"train_iters", "lr_decay_iters", "compare"}
+_LENGTH = {"train.train_iters", "train.lr_decay_iters", "train.compare"}
 
 
 def identity(settings: Settings) -> dict[str, Any]:
@@ -28,10 +27,9 @@ def identity(settings: Settings) -> dict[str, Any]:
         "kv_channels": model.head_dim,
         "ffn_hidden_size": model.resolved_ffn_hidden_size,
     }
-    values: dict[str, Any] = {
-        f"model.{key}": filled.get(key, value) for key, value in model.model_dump().items() if key not in _NOT_MODEL
-    }
-    values |= {f"data.{key}": value for key, value in data.model_dump().items() if key not in _NOT_DATA}
+    values = flat_settings({"model": {**model.model_dump(), **filled}, "data": data.model_dump()})
+    for key in _ONLY_SPEED:
+        del values[key]
     if not model.attention_dropout:  # else the dropped weights depend on the rows
         del values["data.balance"]
     elif data.balance == "pool":  # documents keep the numbers by which weights are dropped, as with time
@@ -69,12 +67,20 @@ def changed_settings(before: Mapping[str, Any], settings: Settings) -> list[str]
         before: sections of the earlier settings.
         settings: the present settings.
     """
-    old, new = dict[str, Any](), dict[str, Any]()
-    now = settings.model_dump(mode="json")
-    for name in ("model", "data", "context_parallel_suite", "train"):
-        for values, section in ((old, before[name]), (new, now[name])):
-            values |= {f"{name}.{key}": value for key, value in section.items() if key not in _LENGTH}
+    old, new = (
+        {
+            key: value
+            for key, value in flat_settings(sections).items()
+            if key.partition(".")[0] not in ("checkpoint", "output") and key not in _LENGTH
+        }
+        for sections in (before, settings.model_dump(mode="json"))
+    )
     return list(_changes(old, new).values())
+
+
+def flat_settings(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the values of all sections by dotted key."""
+    return {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
 
 
 def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:

@@ -24,8 +24,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mindspeed_cp.config.data import POOL
-from mindspeed_cp.config.pool import pool_topology, subpools_of
 from mindspeed_cp.config.rules import data_parallel_size
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.device import open_files
@@ -42,8 +40,8 @@ from mindspeed_cp.train.failures import (
     is_out_of_memory,
     lost_over_device,
     out_of_memory_error,
+    stop_signals,
 )
-from mindspeed_cp.train.stop_request import stop_signals
 
 if TYPE_CHECKING:
     from mindspeed_cp.train.world import World
@@ -83,11 +81,7 @@ def start_local_ranks(settings: Settings, nproc: int | None, *, as_json: bool) -
         ConfigError: A setting is wrong; found before any rank is started, or by a rank.
     """
     ranks = nproc if nproc is not None else settings.model_parallel_size * (settings.train.data_parallel_size or 1)
-    replicas = data_parallel_size(settings, ranks)
-    if settings.data.balance == POOL:
-        suite, tensor = settings.context_parallel_suite, settings.train.tensor_model_parallel_size
-        subpools_of(suite, replicas, pool_topology(suite, replicas, ranks, tensor), settings.data.pool_ranks)
-    open_files.check_open_files(ranks)
+    data_parallel_size(settings, ranks)  # what else does not fit, each rank refuses
     try:
         failures, stop_signal = _run_local_ranks(settings, ranks, as_json=as_json)
     except OSError as error:  # a limit of the system

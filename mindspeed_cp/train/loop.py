@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,30 +20,17 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.megatron import check_tokens_per_step
 from mindspeed_cp.train.bad_steps import BadStepPolicy
-from mindspeed_cp.train.checkpoint import Progress, read_manifest, resume, save_checkpoint
+from mindspeed_cp.train.checkpoint import read_manifest, resume, save_checkpoint
 from mindspeed_cp.train.checks import QueueProbe, check_same_start
 from mindspeed_cp.train.comparison import run_comparison
+from mindspeed_cp.train.failures import StopRequest
 from mindspeed_cp.train.micro_batch_loader import MicroBatchLoader, make_dispatcher
 from mindspeed_cp.train.model import TrainingModel, build_training_model
 from mindspeed_cp.train.output import RunWriter, check_tensorboard
 from mindspeed_cp.train.run_files import RunFiles
 from mindspeed_cp.train.step import StepChecks, run_step
 from mindspeed_cp.train.step_trace import StepTracer
-from mindspeed_cp.train.stop_request import StopRequest
 from mindspeed_cp.train.world import World
-
-
-@dataclass(frozen=True)
-class _Run:
-    """What all steps of a run use; `writer` is None except on the first rank."""
-
-    settings: Settings
-    world: World
-    training: TrainingModel
-    files: RunFiles
-    stop_request: StopRequest
-    tracer: StepTracer
-    writer: RunWriter | None
 
 
 def train(settings: Settings, world: World) -> dict[str, Any] | None:
@@ -108,37 +94,28 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
             if writer is not None:
                 writer.comparison(comparison)
         tracer = StepTracer(settings, world, training, files, progress.step + 1, writer.note if writer else print)
-        run = _Run(settings, world, training, files, stop_request, tracer, writer)
-        with MicroBatchLoader(stream, dispatcher, settings, training.attentions, world, stop_request) as batches:
-            progress, newest, stopped_by = _run_steps(run, batches, progress)
-        return None if writer is None else writer.summary(progress, newest, stopped_by, corpus)
-
-
-def _run_steps(run: _Run, batches: MicroBatchLoader, progress: Progress) -> tuple[Progress, Path | None, str | None]:
-    """Run all remaining steps; return the progress, the newest checkpoint and the reason for an early stop."""
-    settings, world = run.settings, run.world
-    interval, last = settings.checkpoint.save_interval, settings.train.train_iters
-    # Ranks that choose differently between pools and replicas would wait for each other.
-    compare_digests = settings.context_parallel_suite.verify_plans or world.pool is not None
-    policy, queue = BadStepPolicy(settings), QueueProbe(world.device, world.rank)
-    newest = run.files.checkpoint(progress.step) if progress.step else None
-    while progress.step < last:
-        step = progress.step + 1
-        with run.tracer.step(step, batches) as step_batches:
-            began = time.perf_counter()
-            checks = StepChecks(compare_digests, _attention_check_of_step(settings, step), queue)
-            result = run_step(
-                run.training, step_batches, step, world, run.stop_request, checks, policy, progress.losses
-            )
-            seconds = time.perf_counter() - began
-        progress = progress.after(result, seconds)
-        if run.writer is not None:
-            run.writer.step(step, result, seconds)
-        if result.stop or step == last or (interval and step % interval == 0):
-            newest = save_checkpoint(run.files, run.training, settings, world, progress)
-        if result.stop and step < last:  # a request in the last step changes nothing
-            return progress, newest, run.stop_request.reason or "a signal to another rank"
-    return progress, newest, None
+        # Ranks that choose differently between pools and replicas would wait for each other.
+        compare_digests = settings.context_parallel_suite.verify_plans or world.pool is not None
+        policy, queue = BadStepPolicy(settings), QueueProbe(world.device, world.rank)
+        interval, last, stopped_by = settings.checkpoint.save_interval, settings.train.train_iters, None
+        batches = stack.enter_context(
+            MicroBatchLoader(stream, dispatcher, settings, training.attentions, world, stop_request)
+        )
+        while progress.step < last and stopped_by is None:
+            step = progress.step + 1
+            with tracer.step(step, batches) as step_batches:
+                began = time.perf_counter()
+                checks = StepChecks(compare_digests, _attention_check_of_step(settings, step), queue)
+                result = run_step(training, step_batches, step, world, stop_request, checks, policy, progress.losses)
+                seconds = time.perf_counter() - began
+            progress = progress.after(result, seconds)
+            if writer is not None:
+                writer.step(step, result, seconds)
+            if result.stop or step == last or (interval and step % interval == 0):
+                folder = save_checkpoint(files, training, settings, world, progress)
+            if result.stop and step < last:  # a request in the last step changes nothing
+                stopped_by = stop_request.reason or "a signal to another rank"
+        return None if writer is None else writer.summary(progress, folder, stopped_by, corpus)
 
 
 def _attention_check_of_step(settings: Settings, step: int) -> AttentionCheck | None:

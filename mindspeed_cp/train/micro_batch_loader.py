@@ -37,7 +37,7 @@ from mindspeed_cp.engine.hidden_states import hidden_redistribution
 from mindspeed_cp.megatron import PlannedBatchParams, micro_batch_seed, planned_batch, trajectory_batch
 from mindspeed_cp.ops.attention import backend_from_settings
 from mindspeed_cp.plan import AttentionConfig, Plan, Topology, verify_plan
-from mindspeed_cp.train.stop_request import Stopped, StopRequest
+from mindspeed_cp.train.failures import Stopped, StopRequest
 from mindspeed_cp.train.world import World
 
 POLL_SECONDS = 0.5  # interval of the checks for a dead thread or a request to stop

@@ -22,9 +22,9 @@ from mindspeed_cp.megatron.adaptors.trajectories import LABEL_ROWS
 from mindspeed_cp.schema.messages import name_ranks
 from mindspeed_cp.train.bad_steps import BadStepPolicy
 from mindspeed_cp.train.checks import QueueProbe, check_calls, check_digests
+from mindspeed_cp.train.failures import StopRequest
 from mindspeed_cp.train.micro_batch_loader import MicroBatch
 from mindspeed_cp.train.model import TrainingModel
-from mindspeed_cp.train.stop_request import StopRequest
 from mindspeed_cp.train.world import World
 
 with megatron_imports():

@@ -59,7 +59,6 @@ class World:
         device: its device.
         replicas, replica: number of data-parallel replicas, and its replica.
         cp_size, cp_rank: number of context-parallel ranks, and its number among them.
-        local_size: number of ranks on this machine, as its launcher says.
         tp_size: number of tensor-parallel ranks; ranks with the same rank // tp_size hold the same tokens.
         pool: context-parallel ranks of all replicas, numbered replica by replica, which may share plans; None without
             data.balance: pool.
@@ -76,7 +75,6 @@ class World:
     replica: int
     cp_size: int
     cp_rank: int
-    local_size: int
     tp_size: int
     store: dist.Store
     timeout_seconds: float
@@ -109,11 +107,6 @@ class World:
             return groups.plan
         if pools:
             return parallel_state.get_data_parallel_group(with_context_parallel=True)
-        return self.cp_group
-
-    @property
-    def cp_group(self) -> dist.ProcessGroup:
-        """The context-parallel ranks."""
         return parallel_state.get_context_parallel_group()
 
     @property
@@ -221,7 +214,6 @@ def join_ranks(
             replica=parallel_state.get_data_parallel_rank(),
             cp_size=cp,
             cp_rank=parallel_state.get_context_parallel_rank(),
-            local_size=local_size,
             tp_size=train.tensor_model_parallel_size,
             store=store,
             timeout_seconds=suite.timeout_seconds,

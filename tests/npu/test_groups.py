@@ -51,7 +51,7 @@ def join_as(rank: int, size: int, port: str, suite: dict[str, Any]) -> tuple[Gro
             backends = [group._get_backend(device) for device in group._device_types]
             groups += [(b.name(), b.options._timeout, getattr(b.options, "hccl_config", {})) for b in backends]
         dist.all_reduce(torch.ones(1, device="npu"))
-        warm_up(ring(size), world.cp_group, "npu")
+        warm_up(ring(size), world.plan_group(0), "npu")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # what ranks.py destroys
     return groups, {name: os.environ.get(name) for name in TIME_OUTS}
 
