@@ -26,10 +26,10 @@ TOLERANCE = 1e-5
 
 def choosing(settings: str, pools: list[int]) -> dict[str, Any]:
     """In a rank: train, with these choices between pools and replicas, again and again."""
-    from mindspeed_cp.data import pool
+    from mindspeed_cp.data import dispatch
     from mindspeed_cp.data.pool import PoolModel
 
-    pool.UNEVEN = 0  # one pool of all ranks is always compared with several
+    dispatch.UNEVEN = 0  # one pool of all ranks is always compared with several
     choose, count = PoolModel.choose, 0
 
     def chosen(self: PoolModel, *given: Any) -> Any:
