@@ -144,9 +144,6 @@ def test_sequences_that_cannot_be_cut_are_refused(alone: None) -> None:
 
 
 def test_settings_of_plans_that_rows_of_a_loader_exclude_are_refused(alone: None) -> None:
-    module = attention(suite=Suite(candidates=["direct"]))
-    with pytest.raises(ConfigError, match="candidates names algorithms, but batches with Megatron's plain Packed"):
-        module(*inputs(28), None, packed_seq_params=plain_params([8, 20]))
     module = attention(suite=Suite(algorithm="hierarchical", options={"remap": "hidden"}))
     with pytest.raises(ConfigError, match="remap is 'hidden'; valid for batches that a data loader has cut: 'off'"):
         module(*inputs(28), None, packed_seq_params=plain_params([8, 20]))

@@ -81,7 +81,6 @@ def test_the_size_is_megatrons_where_the_file_has_none(run: Callable[..., Namesp
         (dict(cp_plan=None), "pass --cp-plan FILE"),
         (dict(cp_plan="nosuch.yaml"), "^--cp-plan nosuch.yaml: no such file; .*context_parallel_suite"),
         (dict(cp_plan_set=["algorithm=auto"]), "algorithm is 'auto'.*`mindspeed-cp simulate --choose`"),
-        (dict(cp_plan_set=["candidates=[ulysses]"]), "candidates is .*one algorithm by name"),
         (dict(reset_position_ids=False), "attention would cross them"),
         (dict(cp_plan_set=["p2p_groups=directional"]), "p2p_groups is 'directional'; valid .* 'auto' or 'batched'"),
         (dict(cp_plan_set=["ulysses_degree=3"]), "^--cp-plan-set: .*ulysses_degree"),

@@ -21,7 +21,7 @@ from mindspeed_cp.megatron.adaptors.attentions import attention_config, with_mod
 from mindspeed_cp.megatron.adaptors.packed import PackedPlanner
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 from mindspeed_cp.megatron.adaptors.rotary import PlannedRotary, UncutGroup
-from mindspeed_cp.megatron.adaptors.settings import check_deterministic, check_model_config, check_one_algorithm
+from mindspeed_cp.megatron.adaptors.settings import check_deterministic, check_model_config
 from mindspeed_cp.megatron.adaptors.without_plan import params_of_equal_rows
 from mindspeed_cp.ops.attention import backend_from_settings
 
@@ -286,7 +286,6 @@ class PlannedAttention(MegatronModule):
         Raises:
             ConfigError: rows do not say how the sequences were cut, or an algorithm has other tokens on this rank.
         """
-        check_one_algorithm(self.suite, "rows of Megatron's own data loader", "pass planned_params(plan, rank)")
         ranks, rank, options = self.cp_group.size(), self.cp_group.rank(), tuple(self.suite.options.items())
         return params_of_equal_rows(rows, batch_size, ranks, rank, self.attention, self.suite.algorithm, options)
 

@@ -25,7 +25,6 @@ from mindspeed_cp.megatron.adaptors.documents import (
     to_host,
 )
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
-from mindspeed_cp.megatron.adaptors.settings import check_one_algorithm
 
 
 @cache
@@ -103,7 +102,6 @@ class PackedPlanner:
                 f"that of the model with {group.size()} ranks, since a plan already gives each document the ranks it "
                 "needs; switch hybrid or dynamic context parallelism off"
             )
-        check_one_algorithm(suite, "batches with Megatron's plain PackedSeqParams", "pass planned_params(plan, rank)")
         mask = "full" if any(attention.mask == "full" for attention in self.attentions) else "causal"
         documents = documents_of_sequences(to_host({name: getattr(given, name, None) for name in CU_SEQLENS}), mask)
         cache_of_cut = plan_cache(self.cut, suite.verify_plans)

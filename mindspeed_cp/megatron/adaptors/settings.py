@@ -69,21 +69,6 @@ def check_comm_type(comm_type: str | list[str] | None, suite: SuiteSettings) -> 
         )
 
 
-def check_one_algorithm(suite: SuiteSettings, batches: str, instead: str) -> None:
-    """Raise ConfigError if the settings name several algorithms, of which batches without plans cannot choose.
-
-    Args:
-        suite: the section context_parallel_suite.
-        batches: what the batches are.
-        instead: a function that takes plans.
-    """
-    if suite.candidates:
-        raise ConfigError(
-            f"context_parallel_suite.candidates names algorithms, but {batches} all take one; leave it out, or plan "
-            f"each row and {instead}"
-        )
-
-
 def check_deterministic(backend: str) -> None:
     """Raise ConfigError if a backend of the attention operator may give other bits in the next run."""
     if not get_backend(backend).deterministic:

@@ -18,7 +18,7 @@ from mindspeed_cp.megatron.adaptors.batch import cut_batch, planned_params
 from mindspeed_cp.megatron.adaptors.documents import CU_SEQLENS_KEYS, documents_of_batch, token_shape
 from mindspeed_cp.megatron.adaptors.packed import plan_cache
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
-from mindspeed_cp.megatron.adaptors.settings import check_one_algorithm, rows_multiple
+from mindspeed_cp.megatron.adaptors.settings import rows_multiple
 from mindspeed_cp.plan import Plan
 
 #: Keys that describe the batch and are left out of the result, whose parameters say the same.
@@ -140,7 +140,6 @@ def _refuse(batch: Mapping[str, Any], suite: SuiteSettings) -> None:
                 f"the batch has a {name}; valid: None, since a plan already gives each document the ranks it needs; "
                 "switch hybrid or dynamic context parallelism off"
             )
-    check_one_algorithm(suite, "batches of planned_batch_from", "use planned_batch")
 
 
 def _check_mrope(position_ids: Any, config: TransformerConfig) -> bool:

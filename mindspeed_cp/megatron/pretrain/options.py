@@ -105,10 +105,9 @@ def _read(path: str, overrides: tuple[str, ...], context_parallel_size: int) -> 
         suite = SuiteSettings.from_yaml(path, words)
     except ConfigError as error:
         raise ConfigError(str(error).replace("--set ", "--cp-plan-set ").replace("--set:", "--cp-plan-set:")) from None
-    if suite.algorithm == AUTO or suite.candidates:
-        key, value = ("algorithm", AUTO) if suite.algorithm == AUTO else ("candidates", suite.candidates)
+    if suite.algorithm == AUTO:
         raise ConfigError(
-            f"{path}: {key} is {value!r}; valid in Megatron's own scripts: one algorithm by name, which all rows take; "
+            f"{path}: algorithm is {AUTO!r}; valid in Megatron's own scripts: an algorithm by name; "
             "`mindspeed-cp simulate --choose` compares them for lengths of documents"
         )
     _refuse_group_keys(path, suite)
