@@ -200,7 +200,7 @@ def test_a_planned_batch_is_not_planned_again() -> None:
         planned_batch_from({**batch, "packed_seq_params": params}, transformer_config(), Suite())
 
 
-def test_a_missing_rank_is_refused() -> None:
+def test_a_missing_or_wrong_rank_is_refused() -> None:
     whole = {"tokens": TOKENS}
     with pytest.raises(ConfigError, match=r"rank is None before initialize_model_parallel; valid: .* 0 to 1"):
         planned_batch_from(whole, transformer_config(cp=2), Suite(context_parallel_size=2))

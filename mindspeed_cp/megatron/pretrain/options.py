@@ -107,7 +107,7 @@ def _read(path: str, overrides: tuple[str, ...], context_parallel_size: int) -> 
         raise ConfigError(str(error).replace("--set ", "--cp-plan-set ").replace("--set:", "--cp-plan-set:")) from None
     if suite.algorithm == AUTO:
         raise ConfigError(
-            f"{path}: algorithm is {AUTO!r}; valid in Megatron's own scripts: one algorithm by name, for all rows; "
+            f"{path}: algorithm is {AUTO!r}; valid in Megatron's own scripts: an algorithm by name; "
             "`mindspeed-cp simulate --choose` compares them for lengths of documents"
         )
     _refuse_group_keys(path, suite)
