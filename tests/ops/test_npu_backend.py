@@ -180,6 +180,21 @@ def test_nothing_is_dropped_where_the_state_says_so():
     assert all(call.drop_bytes == 0 for call in oracle.calls)
 
 
+def test_the_largest_score_of_a_row_is_that_over_all_its_calls() -> None:
+    case = Case((129, 3, 50), 3)
+    for number in range(3):
+        rank = rank_of(case, number, NpuAttention(operator=OracleOperator()))
+        rank.forward()
+        q, k, *_ = (x.double() for x in case.inputs())
+        document = torch.repeat_interleave(torch.arange(3), torch.tensor(case.lengths))
+        token = torch.arange(len(q))
+        sees = (document[rank.rows, None] == document) & (token[rank.rows, None] >= token)
+        k = k.repeat_interleave(case.heads // case.kv_heads, 1)
+        scores = torch.einsum("ihd,jhd->ihj", q[rank.rows], k) * case.attention.softmax_scale
+        largest = scores.masked_fill(~sees[:, None], -torch.inf).amax(-1)
+        assert torch.allclose(rank.state.saved[LARGEST_SCORE, (0, case.heads)].double(), largest, atol=1e-5)
+
+
 @pytest.mark.parametrize(("lowering", "alibi"), [("tnd", False), ("masks", False), ("tnd", True)])
 @pytest.mark.parametrize(
     ("mask", "window"),
