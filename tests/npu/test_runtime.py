@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import os
 import subprocess
@@ -65,6 +66,7 @@ def test_streams_of_a_device_stay_there() -> None:
 
 
 def test_memory_is_counted_and_given_back() -> None:
+    gc.collect()  # what cycles of earlier tests hold
     torch.npu.empty_cache()
     before, (free, total) = torch.npu.memory_allocated(), torch.npu.mem_get_info()
     torch.npu.reset_peak_memory_stats()
@@ -92,18 +94,22 @@ except torch.OutOfMemoryError as error:
 
 
 def test_memory_that_is_used_again_is_poisoned_on_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    size = 3_000_000  # a segment of its own, whatever earlier tests have left in the allocator
+
     def again() -> torch.Tensor:
-        used = torch.ones(1000, device="npu")
+        gc.collect()
+        torch.npu.empty_cache()
+        used = torch.ones(size, device="npu")
         address = used.data_ptr()
         del used
-        fresh = torch.empty(1000, device="npu")
+        fresh = torch.empty(size, device="npu")
         assert fresh.data_ptr() == address
         return fresh
 
     assert (again() == 1).all()
     monkeypatch.setenv("HOST_CANN_POISON", "1")
     assert again().isnan().all()
-    assert torch.zeros(1000, device="npu").sum().item() == 0
+    assert torch.zeros(size, device="npu").sum().item() == 0
 
 
 def test_a_setting_that_is_no_number_is_refused() -> None:
