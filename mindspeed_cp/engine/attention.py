@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed_cp.comm import DEFAULT_TIMEOUT, Transport
-from mindspeed_cp.engine.call_agreement import CallAgreement
+from mindspeed_cp.engine.agreement import CallAgreement
 from mindspeed_cp.engine.program_run import ProgramRun, Run, SlotReader, redistribute, run_interleaved, run_to_end
 from mindspeed_cp.engine.rank_context import RankContext, bind_rank
 from mindspeed_cp.engine.rank_parts import REDISTRIBUTION_TAGS, join_rows
@@ -68,7 +68,7 @@ def context_parallel_attention(
         v: [t, kv_heads, head_dim_v], rows as for k.
         plan: from :func:`mindspeed_cp.build_plan`, the same on every rank. Every call compares a digest of it, of the
             release of this package, of the type of q, of the dropout key and of `batch_digest` over the group;
-            :mod:`mindspeed_cp.engine.call_agreement` says when.
+            :mod:`mindspeed_cp.engine.agreement` says when.
         group: context-parallel ranks; default: all processes.
         backend: attention backend, by name or as an object with options; default: chosen by the device of q.
         timeout: seconds to wait for a peer in one transfer, on gloo. NCCL and HCCL use the timeout of their group.

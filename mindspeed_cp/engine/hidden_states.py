@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed_cp.comm import RankRedistribution, Transport, rank_redistribution
+from mindspeed_cp.engine.plan_cache import kept_with_plan
 from mindspeed_cp.engine.program_run import Run, redistribute, run_to_end
 from mindspeed_cp.engine.recorder import PartRecorder, recorded_call
 from mindspeed_cp.layout import Redistribution, sequence_parallel_layout
@@ -36,13 +35,6 @@ class HiddenRedistribution:
         return HiddenRedistribution(self.to_linear, self.to_attention)
 
 
-_rank_cache: WeakKeyDictionary[Plan, dict[tuple[int, torch.device, int, int], HiddenRedistribution]] = (
-    WeakKeyDictionary()
-)
-_redistributions: WeakKeyDictionary[Plan, dict[tuple[int, int], Redistribution]] = WeakKeyDictionary()
-_lock = threading.Lock()
-
-
 def hidden_redistribution(
     plan: Plan, rank: int, device: torch.device, shares: int = 1, multiple: int = 1
 ) -> HiddenRedistribution:
@@ -57,23 +49,18 @@ def hidden_redistribution(
         multiple: rows are padded to a multiple of this, see :func:`mindspeed_cp.layout.sequence_parallel_layout`.
     """
     assert plan.linear_layout is not None
-    with _lock:
-        of_ranks = _rank_cache.setdefault(plan, {})
-        redistributions = _redistributions.setdefault(plan, {})
-    sharing = shares, multiple if shares > 1 else 1
-    if sharing not in redistributions:
-        linear, layout = (
-            x if shares == 1 else sequence_parallel_layout(x, *sharing) for x in (plan.linear_layout, plan.layout)
-        )
-        redistributions[sharing] = Redistribution(linear, layout, 1)
-    key = rank, device, *sharing
-    if key not in of_ranks:
-        redistribution = redistributions[sharing]
-        of_ranks[key] = HiddenRedistribution(
-            rank_redistribution(redistribution, rank, device),
-            rank_redistribution(redistribution, rank, device, adjoint=True),
-        )
-    return of_ranks[key]
+    layouts, sharing = (plan.linear_layout, plan.layout), (shares, multiple if shares > 1 else 1)
+
+    def redistribution() -> Redistribution:
+        linear, layout = (x if shares == 1 else sequence_parallel_layout(x, *sharing) for x in layouts)
+        return Redistribution(linear, layout, 1)
+
+    def rank_redistributions() -> HiddenRedistribution:
+        both = kept_with_plan(plan, ("hidden states", *sharing), redistribution)
+        to_attention, to_linear = (rank_redistribution(both, rank, device, adjoint=back) for back in (False, True))
+        return HiddenRedistribution(to_attention, to_linear)
+
+    return kept_with_plan(plan, ("hidden states", rank, device, *sharing), rank_redistributions)
 
 
 def redistribute_hidden(

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from mindspeed_cp.comm import GroupTransport, checked_timeout, group_rank, group_size
-from mindspeed_cp.engine.agreement import plan_digest
-from mindspeed_cp.engine.call_agreement import CallAgreement
+from mindspeed_cp.engine.agreement import CallAgreement, plan_digest
+from mindspeed_cp.engine.plan_cache import kept_with_plan
 from mindspeed_cp.engine.rank_parts import build_rank_parts
 from mindspeed_cp.engine.rank_schedule import RankSchedule, build_rank_schedule
 from mindspeed_cp.errors import ConfigError
@@ -69,10 +66,6 @@ def part_heads(plan: Plan, rank: int) -> Heads:
 #: What a call needs to know about the rank and the group of this process.
 Binding = tuple[RankContext, AttentionBackend, GroupTransport | None, CallAgreement | None]
 
-_contexts: WeakKeyDictionary[Plan, dict[tuple[Any, ...], RankContext]] = WeakKeyDictionary()
-_bindings: WeakKeyDictionary[Plan, dict[tuple[Any, ...], Binding]] = WeakKeyDictionary()
-_lock = threading.Lock()
-
 
 def rank_context(
     plan: Plan, rank: int, backend: AttentionBackend, dtype: torch.dtype, device: torch.device
@@ -83,14 +76,10 @@ def rank_context(
     Raises:
         ConfigError: the backend does not support the attention or the device.
     """
-    with _lock:
-        contexts = _contexts.setdefault(plan, {})
     backend.check(plan.attention, dtype)
     backend.check_device(device)
-    key = rank, backend.key, dtype, device
-    if key not in contexts:
-        contexts[key] = RankContext(plan, rank, dtype, device)
-    return contexts[key]
+    key = "context", rank, backend.key, dtype, device
+    return kept_with_plan(plan, key, lambda: RankContext(plan, rank, dtype, device))
 
 
 def bind_rank(
@@ -108,15 +97,25 @@ def bind_rank(
     Raises:
         ConfigError: the timeout is not valid, or the group or the backend does not fit the plan.
     """
-    with _lock:
-        bindings = _bindings.setdefault(plan, {})
     name = backend if isinstance(backend, str) else id(backend)  # the binding keeps the object, and so its id, alive
-    key = group if group is not None else dist.group.WORLD, name, timeout, dtype, device
+    key = "binding", group if group is not None else dist.group.WORLD, name, timeout, dtype, device
     try:
-        if key in bindings:
-            return bindings[key]
+        hash(key)
     except TypeError:
-        pass  # not hashable; refused below
+        checked_timeout(timeout)
+        group_size(group)
+        raise
+    return kept_with_plan(plan, key, lambda: _bind_rank(plan, group, backend, timeout, dtype, device))
+
+
+def _bind_rank(
+    plan: Plan,
+    group: dist.ProcessGroup | None,
+    backend: str | AttentionBackend | None,
+    timeout: float,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Binding:
     timeout = checked_timeout(timeout)
     runner = backend_for_device(device.type, backend)
     size = group_size(group)
@@ -129,11 +128,9 @@ def bind_rank(
             f"the plan is for {plan.ranks} ranks, but the group has {size}; build the plan for the group's size"
         )
     context = rank_context(plan, group_rank(group), runner, dtype, device)
-    transport, agreement = (
-        (GroupTransport(group, timeout, device), CallAgreement(group, timeout, device)) if size > 1 else (None, None)
-    )
-    bindings[key] = context, runner, transport, agreement
-    return bindings[key]
+    if size == 1:
+        return context, runner, None, None
+    return context, runner, GroupTransport(group, timeout, device), CallAgreement(group, timeout, device)
 
 
 def prepare(

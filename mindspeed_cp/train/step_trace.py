@@ -17,7 +17,7 @@ from torch import nn
 
 from mindspeed_cp.config.derived import document_cost, training_plan_options
 from mindspeed_cp.config.settings import Settings
-from mindspeed_cp.engine.call_agreement import COMPARISON
+from mindspeed_cp.engine.agreement import COMPARISON
 from mindspeed_cp.engine.recorder import (
     COMPUTE,
     POST,

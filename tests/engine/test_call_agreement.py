@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from mindspeed_cp import ConfigError, PeerError, context_parallel_attention
-from mindspeed_cp.engine import agreement, call_agreement
-from mindspeed_cp.engine.call_agreement import CallAgreement
+from mindspeed_cp.engine import agreement
+from mindspeed_cp.engine.agreement import CallAgreement
 from tests.engine.cases import Case, local
 from tests.workers import GlooPool
 
@@ -86,7 +86,7 @@ def test_a_short_timeout_does_not_shorten_the_comparison(workers: GlooPool) -> N
 def other_release(rank: int, group: Any, announces: bool) -> str:
     plan, leaves, _ = local(rank, CASE)
     release = "9.9" if rank == 1 else "1.0"
-    with patch.object(agreement, "RELEASE", release), patch.object(call_agreement, "RELEASE", release):
+    with patch.object(agreement, "RELEASE", release):
         if announces:
             CallAgreement(group, 600.0, torch.device("cpu")).announce([plan])
         with pytest.raises(ConfigError) as caught:
@@ -135,7 +135,7 @@ def read_late(rank: int, group: Any, reads: str) -> str:
     comparison.check(plan, torch.float32)
     comparison.check(other if rank == 1 else plan, torch.float32)
     torch.distributed.barrier(group=group)
-    unread = call_agreement._unread[group]
+    unread = agreement._unread[group]
     while unread and not unread[0].is_finished():
         pass
     with pytest.raises(ConfigError) as caught:
@@ -193,7 +193,7 @@ def waits_of_announced_calls(rank: int, group: Any) -> list[bool]:
     for number in range(3):
         if number == 0:
             comparison.announce([plan])
-        with patch.object(call_agreement, "timed_span", wraps=call_agreement.timed_span) as spans:
+        with patch.object(agreement, "timed_span", wraps=agreement.timed_span) as spans:
             comparison.check(plan, torch.float32)
         waits.append(spans.called)
     return waits
@@ -213,14 +213,14 @@ def unread_comparisons(rank: int, group: Any) -> tuple[int, int]:
             torch.distributed.recv(torch.zeros(1), earlier, group)
     for _ in range(10):
         comparison.check(plan, torch.float32)
-    unread = len(call_agreement._unread[group])
+    unread = len(agreement._unread[group])
     if rank != 2:
         torch.distributed.send(torch.zeros(1), 2, group)
     torch.distributed.barrier(group=group)
-    for _ in range(call_agreement.MAX_UNREAD + 5):
+    for _ in range(agreement.MAX_UNREAD + 5):
         comparison.check(plan, torch.float32)
-    bounded = len(call_agreement._unread[group])
-    while call_agreement._unread[group]:
+    bounded = len(agreement._unread[group])
+    while agreement._unread[group]:
         comparison.read_finished()
     return unread, bounded
 
@@ -228,14 +228,14 @@ def unread_comparisons(rank: int, group: Any) -> tuple[int, int]:
 def test_ranks_far_apart_go_on_and_the_queue_is_bounded(workers: GlooPool) -> None:
     results = workers.run(3, unread_comparisons)
     assert results[0][0] == results[1][0] == 10
-    assert all(bounded <= call_agreement.MAX_UNREAD + 1 for _, bounded in results)
+    assert all(bounded <= agreement.MAX_UNREAD + 1 for _, bounded in results)
 
 
 def lost_peer(rank: int, group: Any) -> str | None:
     if rank == 1:
         return None
     comparison = CallAgreement(group, 1.0, torch.device("cpu"))
-    call_agreement.MAX_UNREAD, call_agreement.WAIT_SECONDS = 0, 0.1
+    agreement.MAX_UNREAD, agreement.WAIT_SECONDS = 0, 0.1
     comparison.check(CASE.plan(), torch.float32)
     with pytest.raises(PeerError) as caught:
         comparison.read_finished()

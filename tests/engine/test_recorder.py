@@ -15,7 +15,7 @@ import torch
 from mindspeed_cp.algorithms.linear_layout import with_linear_layout
 from mindspeed_cp.comm import GroupTransport
 from mindspeed_cp.engine import recorder as clock
-from mindspeed_cp.engine.call_agreement import COMPARISON
+from mindspeed_cp.engine.agreement import COMPARISON
 from mindspeed_cp.engine.hidden_states import hidden_redistribution, redistribute_hidden
 from mindspeed_cp.engine.recorder import COMPUTE, POST, UNPACK, WAIT, RankTimings, Recorder, recording, timed_span
 from mindspeed_cp.layout import Redistribution

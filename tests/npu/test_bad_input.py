@@ -35,7 +35,7 @@ import os, time
 from pathlib import Path
 from tests.limits import HANG
 from tests.npu import preload
-from mindspeed_cp.engine import call_agreement
+from mindspeed_cp.engine import agreement
 from mindspeed_cp.train.micro_batch_loader import MicroBatchLoader
 make, take = MicroBatchLoader._make, MicroBatchLoader.__next__
 is_lost = Path(os.environ["IS_LOST"])
@@ -47,7 +47,7 @@ def make_or_sleep(self, row):
         while not is_lost.exists():
             time.sleep(0.05)
         os.environ["HOST_HCCL_TIMEOUT"] = "3"
-        call_agreement.WAIT_SECONDS = 3  # nor does the comparison of plans wait longer
+        agreement.WAIT_SECONDS = 3  # nor does the comparison of plans wait longer
     return make(self, row)
 def counted_take(self):
     global taken

@@ -42,7 +42,7 @@ def train_late(settings: str) -> None:
 
     from torch.distributed.distributed_c10d import _get_default_store
 
-    from mindspeed_cp.engine.call_agreement import CallAgreement
+    from mindspeed_cp.engine.agreement import CallAgreement
 
     announce, begin = CallAgreement.announce, CallAgreement._start
     is_late = os.environ["RANK"] == "1"
