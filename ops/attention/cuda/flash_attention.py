@@ -28,7 +28,7 @@ from mindspeed_cp.plan import AttentionConfig
 
 #: Limits of a call. The backward allocates memory for 128 more queries of each sequence (1 GB for 512 sequences of 32
 #: heads x 128), and cumulative lengths are int32.
-FLASH_LIMITS = CallLimits(share_calls=False, max_sequences=512, max_rows=2**31 - 1, single_keys_in_batch=False)
+FLASH_LIMITS = CallLimits(share_calls=False, max_sequences=512, max_rows=2**31 - 1)
 
 #: Head dimensions are padded to a multiple of this.
 HEAD_DIM_MULTIPLE = 8

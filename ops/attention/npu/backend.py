@@ -125,7 +125,8 @@ class NpuAttention(FusedBackend):
 
     def lower_forward(self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype) -> FusedCalls:
         """See the contract."""
-        if self.lowering == "masks":
+        # The gradient refuses bands of one key in packed sequences, so a window of (0, 0), whose ALiBi is 0, has masks.
+        if self.lowering == "masks" or attention.visible_range == (0, 0):
             return lower_to_masks(tiles, rows, attention)
         limits = CallLimits(self.alibi == "shared", MAX_BIAS_EXCESS[dtype], key_gaps=self.key_gaps == "skipped")
         return lower_to_fused_calls(tiles, rows, attention, limits)
@@ -194,7 +195,7 @@ class NpuAttention(FusedBackend):
         softmax_max = order.from_rows(shifted)
         softmax_sum = ones(softmax_max.shape, device) if largest is None else order.from_rows((lse - row_max).exp())
         if call.layout == "BSND":
-            shape = call.batch, arguments.heads, call.rows // call.batch, -1
+            shape = 1, arguments.heads, call.rows, -1
             softmax_max, softmax_sum = softmax_max.view(shape), softmax_sum.view(shape)
         inverse = None
         if self.precision == "fp16":
@@ -208,7 +209,7 @@ class NpuAttention(FusedBackend):
     def _operator_rows(self, x: Tensor, call: FusedCall) -> Tensor:
         """Return rows in the type that the operator gets and the layout of the call, contiguous."""
         x = x.to(_PRECISIONS.get(self.precision, x.dtype)).contiguous()
-        return x if call.layout == "TND" else x.unflatten(0, (call.batch, -1))
+        return x if call.layout == "TND" else x[None]
 
     def _merge_duplicates(self, into: tuple[Tensor, ...], more: tuple[Tensor, ...]) -> None:
         (out, lse), (part_out, part_lse) = into, more
