@@ -24,7 +24,7 @@ from mindspeed_cp import (
     verify_plan,
 )
 from mindspeed_cp.engine import Stepping, attend_all_ranks, attend_in_process
-from mindspeed_cp.engine.latent_attention import expanded_rows
+from mindspeed_cp.engine.attention import expanded_rows
 from mindspeed_cp.ops.attention import dense_packed_attention
 from mindspeed_cp.ops.attention.latent import LatentExpansion
 from mindspeed_cp.plan import Plan, traffic
