@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from mindspeed_cp.ascend_kernels.launch import (
-    check_tensor,
+    check_memory,
     device_guard,
     implementation_for,
     launch_grid,
     next_power_of_2,
-    require,
 )
 
 #: Elements of `out` that one program holds.
@@ -33,16 +32,9 @@ def merge_parts_(out: Tensor, lse: Tensor, parts: Tensor, part_lse: Tensor, impl
         implementation: see :func:`implementation_for`.
 
     Raises:
-        ConfigError: shapes, types or strides do not fit.
+        ConfigError: a tensor is not contiguous, or on another device.
     """
-    require(out.dim() == 3, "out's shape", list(out.shape), "[t, heads, dim]")
-    require(out.dtype == lse.dtype == torch.float32, "out and lse", f"{out.dtype} and {lse.dtype}", "fp32")
-    check_tensor("out", out, out.shape, torch.float32, out)
-    check_tensor("lse", lse, out.shape[:2], torch.float32, out)
-    part_shape = f"[parts, {', '.join(map(str, out.shape))}]"
-    require(parts.shape[1:] == out.shape, "parts' shape", list(parts.shape), part_shape)
-    check_tensor("parts", parts, parts.shape, None, out, within=True)
-    check_tensor("part_lse", part_lse, [len(parts), *lse.shape], torch.float32, out, within=True)
+    check_memory(out=out, lse=lse, parts=parts[:1], part_lse=part_lse[:1])
     if implementation_for(out, implementation) == "triton":
         _launch(out, lse, parts, part_lse)
         return

@@ -68,27 +68,16 @@ def test_parts_may_lie_apart(implementation) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"part_lse": torch.zeros(1, 2, 4).mT}, r"part_lse is of strides \[8, 1, 4\]; valid: contiguous within a part"),
-        ({"part_lse": torch.zeros(1, 4, 2).double()}, "part_lse's type is torch.float64; valid: torch.float32"),
-        ({"part_lse": torch.zeros(1, 4, 2, device="meta")}, "part_lse is on meta; valid: on cpu, where the others are"),
-        ({"parts": torch.zeros(1, 4, 2, 8).int()}, "parts's type is torch.int32; valid: a floating type"),
+        ({"part_lse": torch.zeros(1, 2, 4).mT}, r"part_lse is of strides \[8, 1, 4\] on cpu; valid: contiguous"),
+        ({"part_lse": torch.zeros(1, 4, 2, device="meta")}, "part_lse is .* on meta; valid: contiguous, on cpu, where"),
         ({"parts": torch.zeros(1, 4, 8, 2).mT}, "parts is of strides"),
-        ({"lse": torch.zeros(2, 4).T}, r"lse is of strides \[1, 4\]; valid: contiguous"),
+        ({"lse": torch.zeros(2, 4).T}, r"lse is of strides \[1, 4\]"),
+        ({"implementation": "cuda"}, "implementation is 'cuda'; valid: triton, torch, or None"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else None,
 )
-def test_what_kernels_would_misread_is_refused(implementation, change, message) -> None:
-    given = dict(out=torch.zeros(4, 2, 8), lse=torch.zeros(4, 2), parts=torch.zeros(1, 4, 2, 8)) | change
-    given = dict(part_lse=torch.zeros(1, 4, 2)) | given
+def test_memory_that_kernels_would_misread_is_refused(implementation, change, message) -> None:
+    given = dict(out=torch.zeros(4, 2, 8), lse=torch.zeros(4, 2), parts=torch.zeros(1, 4, 2, 8))
+    given |= dict(part_lse=torch.zeros(1, 4, 2), implementation=implementation)
     with pytest.raises(ConfigError, match=message):
-        merge_parts_(**given, implementation=implementation)
-
-
-def test_what_does_not_go_together_is_refused() -> None:
-    out, lse, part = torch.zeros(4, 2, 8), torch.zeros(4, 2), torch.zeros(1, 4, 2, 8)
-    with pytest.raises(ConfigError, match=r"out and lse is torch.bfloat16 and torch.float32; valid: fp32"):
-        merge_parts_(out.bfloat16(), lse, part, torch.zeros(1, 4, 2))
-    with pytest.raises(ConfigError, match=r"part_lse's shape is \[1, 2, 4\]; valid: \[1, 4, 2\]"):
-        merge_parts_(out, lse, part, torch.zeros(1, 2, 4))
-    with pytest.raises(ConfigError, match="implementation is 'cuda'; valid: triton, torch, or None"):
-        merge_parts_(out, lse, part, torch.zeros(1, 4, 2), "cuda")
+        merge_parts_(**given | change)
