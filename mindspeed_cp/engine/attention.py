@@ -15,8 +15,7 @@ from torch.autograd.function import once_differentiable
 from mindspeed_cp.comm import DEFAULT_TIMEOUT, Transport
 from mindspeed_cp.engine.agreement import CallAgreement
 from mindspeed_cp.engine.program_run import ProgramRun, Run, SlotReader, redistribute, run_interleaved, run_to_end
-from mindspeed_cp.engine.rank_context import RankContext, bind_rank
-from mindspeed_cp.engine.rank_parts import REDISTRIBUTION_TAGS, join_rows
+from mindspeed_cp.engine.rank_context import REDISTRIBUTION_TAGS, RankContext, bind_rank, join_rows
 from mindspeed_cp.engine.rank_schedule import RankSchedule
 from mindspeed_cp.engine.recorder import RecordedCall, recorded_call
 from mindspeed_cp.errors import ConfigError
@@ -282,10 +281,10 @@ def forward_run(
     ]
     count = len(q)
     del q, k, v
-    results = yield from run_interleaved(runs, parts.step_order["forward"])
+    results = yield from run_interleaved(runs, context.step_order["forward"])
     out = results[0][0]
     if len(results) > 1:
-        out = join_rows([(result[0], part.rows) for result, part in zip(results, parts.parts, strict=True)], count)
+        out = join_rows([(result[0], part.rows) for result, part in zip(results, parts, strict=True)], count)
     saved = [x for _, tensors, _ in results for x in tensors]
     return out, [*saved, *weights], [state for *_, state in results]
 
@@ -304,12 +303,12 @@ def backward_run(
         tensors = saved[SAVED_TENSORS * n : SAVED_TENSORS * (n + 1)]
         runs.append(_backward_part(n, schedule, dout, tensors, backend_states[n], weights, gradients, call))
     del dout, saved, tensors
-    results = yield from run_interleaved(runs, parts.step_order["backward"])
+    results = yield from run_interleaved(runs, context.step_order["backward"])
     if weights.kv_up is not None and gradients.kv_up is not None:
         gradients = gradients._replace(kv_up=gradients.kv_up.to(weights.kv_up.dtype))
     if len(results) == 1:
         return *results[0], gradients
-    rows, kv_rows = [part.rows for part in parts.parts], [part.kv_rows for part in parts.parts]
+    rows, kv_rows = [part.rows for part in parts], [part.kv_rows for part in parts]
     dq, dk, dv = zip(*results, strict=True)
     return (
         join_rows(list(zip(dq, rows, strict=True)), context.shapes["q"][0]),
@@ -326,19 +325,19 @@ def _forward_part(
     backward, and what the backend saves."""
     context, backend = call.context, call.backend
     recorder = None if call.recorded is None else call.recorded.part_recorder("forward", index)
-    attention, part = context.attentions[index], context.parts.parts[index]
-    moves = part.redistributions
-    if moves.q is None and part.rows is not None:
+    part = context.parts[index]
+    attention = part.attention
+    if part.q is None and part.rows is not None:
         q = take_rows(q, part.rows)
-    if moves.kv is None and part.kv_rows is not None:
+    if part.kv is None and part.kv_rows is not None:
         k, v = take_rows(k, part.kv_rows), take_rows(v, part.kv_rows)
-    if moves.q is None and moves.kv is None:
+    if part.q is None and part.kv is None:
         yield ()
     else:
-        to_compute, label = (moves.q, moves.kv, moves.kv), "q, k and v to heads"
+        to_compute, label = (part.q, part.kv, part.kv), "q, k and v to heads"
         q, k, v = yield from redistribute((q, k, v), to_compute, call.transport, label, part.tag, recorder)
     output = OutputAccumulator(q, attention.head_dim_v, schedule.stores_all_rows)
-    state = ForwardState(q, output, context.heads[index], call.dropout)
+    state = ForwardState(q, output, part.heads, call.dropout)
     reader = SlotReader(backend, attention, _expansion(weights, attention, state.heads))
     run = ProgramRun(schedule, k, v, call.transport, part.tag + REDISTRIBUTION_TAGS, recorder)
     yield from run.steps(partial(reader.forward, state=state))
@@ -347,10 +346,10 @@ def _forward_part(
         add_sink(*output.fp32(), weights.sink[slice(*state.heads.q)])
     out, lse = output.result(q.dtype)
     saved = q, k, v, out, lse
-    if moves.q_adjoint is None:
+    if part.q_adjoint is None:
         yield ()
         return out, saved, state.saved
-    to_caller, label = (moves.q_adjoint,), "outputs to tokens"
+    to_caller, label = (part.q_adjoint,), "outputs to tokens"
     (result,) = yield from redistribute((out,), to_caller, call.transport, label, part.tag, recorder)
     return result, saved, state.saved
 
@@ -369,15 +368,14 @@ def _backward_part(
     of the weights."""
     context, backend = call.context, call.backend
     recorder = None if call.recorded is None else call.recorded.part_recorder("backward", index)
-    attention, part = context.attentions[index], context.parts.parts[index]
-    moves, (q, k, v, out, lse) = part.redistributions, saved
-    if moves.q is None:
+    part, (q, k, v, out, lse) = context.parts[index], saved
+    attention, heads = part.attention, part.heads
+    if part.q is None:
         dout = dout if part.rows is None else take_rows(dout, part.rows)
         yield ()
     else:
         label = "gradients of outputs to heads"
-        (dout,) = yield from redistribute((dout,), (moves.q,), call.transport, label, part.tag, recorder)
-    heads = context.heads[index]
+        (dout,) = yield from redistribute((dout,), (part.q,), call.transport, label, part.tag, recorder)
     if weights.sink is not None and gradients.sink is not None:
         sink, dsink = (x[slice(*heads.q)] for x in (weights.sink, gradients.sink))
         dsink += sink_gradient(dout, out, lse, sink)
@@ -387,14 +385,14 @@ def _backward_part(
     state = BackwardState(q, out, lse, dout, dq, heads, call.dropout, backend_state)
     reader = SlotReader(backend, attention, _expansion(weights, attention, heads), gradients.kv_up)
     yield from run.steps(partial(reader.backward, state=state))
-    kv_dtype = torch.float32 if moves.kv_has_copies else k.dtype  # copies are summed before they are rounded
+    kv_dtype = torch.float32 if part.kv_has_copies else k.dtype  # copies are summed before they are rounded
     dk, dv = run.gradients[0]
     tensors = dq.result(q.dtype), dk.result(kv_dtype), dv.result(kv_dtype)
     del run, reader, state, dq, dk, dv  # frees their buffers
-    if moves.q_adjoint is None and moves.kv_adjoint is None:
+    if part.q_adjoint is None and part.kv_adjoint is None:
         yield ()
         return tensors
-    to_caller, label = (moves.q_adjoint, moves.kv_adjoint, moves.kv_adjoint), "gradients of q, k and v to tokens"
+    to_caller, label = (part.q_adjoint, part.kv_adjoint, part.kv_adjoint), "gradients of q, k and v to tokens"
     moving = redistribute(tensors, to_caller, call.transport, label, part.tag, recorder)
     del tensors  # the moving ones are freed before the moved ones are rounded
     moved_q, moved_k, moved_v = yield from moving

@@ -237,7 +237,7 @@ def run_interleaved(runs: Sequence[Run[Result]], step_order: Sequence[int]) -> R
 
     Args:
         runs: one computation for each part.
-        step_order: see :class:`mindspeed_cp.engine.rank_parts.RankParts`.
+        step_order: see :class:`mindspeed_cp.engine.rank_context.RankContext`.
     """
     if len(runs) == 1:
         return [(yield from runs[0])]
