@@ -6,7 +6,15 @@ from mindspeed_cp.comm.directional_groups import (
     open_directional_groups,
     warm_up,
 )
-from mindspeed_cp.comm.group_transport import GroupTransport
+from mindspeed_cp.comm.group_transport import (
+    DEFAULT_TIMEOUT,
+    GroupTransport,
+    Pending,
+    Transfer,
+    Transport,
+    checked_timeout,
+    staging_buffer,
+)
 from mindspeed_cp.comm.groups import comm_library, failure_reason, group_rank, group_size, has_library, resolve_group
 from mindspeed_cp.comm.in_memory import InMemoryNetwork, InMemoryPending, InMemoryTransport
 from mindspeed_cp.comm.redistribution import (
@@ -15,14 +23,6 @@ from mindspeed_cp.comm.redistribution import (
     as_row_index,
     rank_redistribution,
     start_redistributions,
-)
-from mindspeed_cp.comm.transport import (
-    DEFAULT_TIMEOUT,
-    Pending,
-    Transfer,
-    Transport,
-    checked_timeout,
-    staging_buffer,
 )
 
 __all__ = [

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from torch import no_grad, uint8
 
-from mindspeed_cp.comm.transport import Transfer
+from mindspeed_cp.comm.group_transport import Transfer
 from mindspeed_cp.errors import PeerError
 
 #: Bytes of this value are NaN in every floating-point type.
