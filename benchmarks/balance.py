@@ -2,7 +2,7 @@
 
     python -m benchmarks.balance [--lengths wikipedia prolong lognormal] [--replicas 4 8 16] [--micro-batches 1 2 4 8]
                                  [--batches 20] [--context 32768] [--ranks 8] [--cluster a2] [--equal]
-                                 [--only replicas pool pipeline] [--pool-contexts 32768 131072]
+                                 [--only replicas pool] [--pool-contexts 32768 131072]
                                  [--simulated-placements N]
 
 Global batches are drawn from the lengths, chunk_documents at the context and packed into rows as training packs them;
@@ -11,8 +11,7 @@ one core. Of every method: the slowest replica's time over the mean of its repli
 at worst; then the slowest replica's time over that of `bound`, on average. No method can be faster than `bound`: the
 mean of all documents' time, or the longest document.
 
-Then rows of one pool against static replicas (benchmarks/pool.py), 8 replicas of one row each, and of 4 replicas of 4
-pipeline stages (benchmarks/pool.py).
+Then rows of one pool against static replicas (benchmarks/pool.py), 8 replicas of one row each.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ import numpy as np
 
 from benchmarks.data import real_lengths_folder
 from benchmarks.dispatch_baselines import first_fit, in_order, karmarkar_karp
-from benchmarks.pool import Batch, PoolCase, print_pipeline_rows, print_pool_rows
+from benchmarks.pool import Batch, PoolCase, print_pool_rows
 from mindspeed_cp import AttentionConfig
 from mindspeed_cp.cluster import LayerCost, load_cluster
 from mindspeed_cp.data import DocumentCost, Packer, assign
@@ -36,9 +35,8 @@ from mindspeed_cp.data.balance import Assignment
 from mindspeed_cp.data.lengths import load_lengths
 from mindspeed_cp.data.stream import LOOKAHEAD
 
-PARTS = ("replicas", "pool", "pipeline")
+PARTS = ("replicas", "pool")
 POOL_REPLICAS = 8
-PIPELINE_REPLICAS, STAGES = 4, 4
 SETS = ("wikipedia", "prolong", "lognormal")
 DRAWN = 200_000
 
@@ -121,9 +119,6 @@ def main() -> None:
     if "pool" in args.only:
         case = PoolCase(POOL_REPLICAS, args.ranks, args.context, args.cluster, args.simulated_placements)
         print_pool_rows(args.lengths, draw_batches, args.pool_contexts, case)
-    if "pipeline" in args.only:
-        cost = _cost(args)
-        print_pipeline_rows(args.lengths, draw_batches, args.pool_contexts, cost, PIPELINE_REPLICAS, STAGES)
 
 
 def _cost(args: argparse.Namespace) -> DocumentCost:

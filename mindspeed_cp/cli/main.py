@@ -1,4 +1,4 @@
-"""The command line: mindspeed-cp train | report | plan | simulate | calibrate | convert | doctor.
+"""The command line: mindspeed-cp train | plan | simulate | calibrate | convert | doctor.
 
 Invalid input prints one line on standard error and exits with code 2; a run that fails for another reason exits with 1.
 Commands import their modules when they are called: `--help` and `plan` never import torch.
@@ -18,7 +18,6 @@ from mindspeed_cp.cli.calibrate import calibrate
 from mindspeed_cp.cli.convert import convert
 from mindspeed_cp.cli.doctor import doctor
 from mindspeed_cp.cli.options import PlanOptions, SimulateOptions, command_of
-from mindspeed_cp.cli.report import report
 from mindspeed_cp.cli.train import train
 from mindspeed_cp.errors import (
     MESSAGE_LIMIT,
@@ -63,7 +62,6 @@ app.command()(train)
 app.command()(command_of(PlanOptions, "plan"))
 app.command()(calibrate)
 app.command()(command_of(SimulateOptions, "simulate"))
-app.command()(report)
 app.command()(convert)
 app.command()(doctor)
 

@@ -14,14 +14,7 @@ from mindspeed_cp.cluster.cluster import DEFAULT_CLUSTER
 from mindspeed_cp.config.data import POOL
 from mindspeed_cp.config.sections import Sections
 from mindspeed_cp.config.suite import TOKEN_CAP_OPTION, SuiteSettings
-from mindspeed_cp.data import (
-    DocumentCost,
-    FileCorpus,
-    TrajectoryCorpus,
-    open_corpus,
-    open_stream,
-    open_trajectories,
-)
+from mindspeed_cp.data import DocumentCost, PackedStream, open_corpus
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig
 
@@ -57,21 +50,9 @@ def rank_attention(settings: Sections) -> AttentionConfig:
     return attention
 
 
-def training_corpus(settings: Sections) -> FileCorpus | TrajectoryCorpus:
-    """Open the corpus of a training.
-
-    Raises:
-        ConfigError: it does not exist, is empty, or has a line or a group that is not valid.
-    """
-    data = settings.data
-    if not data.trajectories:
-        return open_corpus(data.corpus)
-    return open_trajectories(data.corpus, data.min_shared_tokens, data.seq_length)
-
-
 def first_rows(settings: Sections, count: int) -> list[Documents]:
     """Return the documents of the first rows of a training."""
-    stream = open_stream(training_corpus(settings), settings.data.seq_length, settings.train.seed)
+    stream = PackedStream(open_corpus(settings.data.corpus), settings.data.seq_length, settings.train.seed)
     return [row.documents for row in islice(stream, count)]
 
 

@@ -12,7 +12,6 @@ from mindspeed_cp.config.candidates import SUITE_SECTION, compared_settings
 from mindspeed_cp.config.data import POOL
 from mindspeed_cp.config.derived import whole_attention
 from mindspeed_cp.config.pool import KEY as POOL_KEY
-from mindspeed_cp.config.pool import replicas_of_pool
 from mindspeed_cp.config.sections import Sections
 from mindspeed_cp.config.suite import TOKEN_CAP_OPTION, check_cluster, check_divides
 from mindspeed_cp.data.pool import POOL_ALGORITHM
@@ -188,8 +187,6 @@ def _check_pool(settings: Sections) -> None:
             f"neighbours alone; use auto there, or {POOL_KEY}: time"
         )
         raise bad_value(POOL_KEY, POOL, rule)
-    if settings.train.data_parallel_size is not None:
-        replicas_of_pool(suite.context_parallel_size, settings.train.data_parallel_size, settings.data.pool_ranks)
 
 
 def _check_placement(settings: Sections) -> None:

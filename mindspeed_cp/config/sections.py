@@ -124,8 +124,8 @@ class OutputSettings(Section):
     )
     trace_steps: list[int] | None = Field(
         default=None,
-        description="steps that all ranks record (compute, messages, waits) as a Perfetto trace in the folder "
-        "`trace`, for mindspeed-cp report; the first step of a run is slower than others; null: none",
+        description="steps that torch.profiler records for ui.perfetto.dev, a file of each rank in the folder `trace`; "
+        "the first step of a run is slower than others; null: none",
     )
 
     @model_validator(mode="after")

@@ -15,8 +15,7 @@ from mindspeed_cp.data.corpus import (
 from mindspeed_cp.data.dispatch import Dispatcher
 from mindspeed_cp.data.packing import Packer
 from mindspeed_cp.data.pool import PoolModel
-from mindspeed_cp.data.stream import PackedRow, PackedStream, ReplicaBatch, TreeRow, TreeStream, open_stream
-from mindspeed_cp.data.trajectories import TrajectoryCorpus, TrajectoryGroup, open_trajectories
+from mindspeed_cp.data.stream import PackedRow, PackedStream, ReplicaBatch
 
 __all__ = [
     "EOD",
@@ -30,16 +29,10 @@ __all__ = [
     "Packer",
     "PoolModel",
     "ReplicaBatch",
-    "TrajectoryCorpus",
-    "TrajectoryGroup",
-    "TreeRow",
-    "TreeStream",
     "assign",
     "check_learnable",
     "corpus_digests",
     "different_documents",
     "open_corpus",
-    "open_stream",
-    "open_trajectories",
     "tokenize",
 ]

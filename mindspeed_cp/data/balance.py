@@ -16,8 +16,7 @@ their number over all replicas, the result of the step is the same, as the docum
 All decisions use integers: costs are rounded to multiples of 2**-40 of the largest one. Every rank, on any machine,
 therefore derives the same assignment from the same costs. The candidates use longest processing time first (Graham
 1969), best fit decreasing for micro-batches, and exchanges of documents between the slowest replica and others. The
-documents in their given order are a candidate too, so the result is never worse than that (with pipeline stages it may
-be: candidates are compared by their work, and the best one is then arranged for the schedule).
+documents in their given order are a candidate too, so the result is never worse than that.
 """
 
 from __future__ import annotations
@@ -29,14 +28,7 @@ from functools import cached_property
 import numpy as np
 
 from mindspeed_cp.cluster import Cluster, ComputeCost, LayerCost
-from mindspeed_cp.data.candidates import (
-    BACKWARD,
-    DispatchProblem,
-    DocumentGroups,
-    best_candidate,
-    pipeline_time,
-    pipelined,
-)
+from mindspeed_cp.data.candidates import DispatchProblem, DocumentGroups, best_candidate
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig
@@ -92,14 +84,12 @@ def assign(
     per_micro_batch: float = 0.0,
     rows: Sequence[int] | np.ndarray | None = None,
     equal_counts: bool = False,
-    stages: int = 1,
 ) -> Assignment:
     """Assign the documents of one global batch to replicas and their micro-batches.
 
     The time of the slowest replica is minimized; of equal times, the assignment with fewer micro-batches is taken, then
     the one whose longest micro-batch is shortest. The micro-batches of a replica are sorted by descending time, so that
-    one that does not fit into memory fails first. With pipeline stages, the documents of each replica are then packed
-    and ordered for the 1F1B schedule (:func:`mindspeed_cp.data.candidates.pipelined`).
+    one that does not fit into memory fails first.
 
     Args:
         lengths: tokens of each document, int [documents].
@@ -111,17 +101,13 @@ def assign(
             is on replica i % replicas. None: micro-batches are filled in the order of the documents.
         equal_counts: all replicas have the same number of micro-batches, for replicas that wait for each other in each
             of them. Always possible if `rows` has the same number of micro-batches on each replica, none empty.
-        stages: number of pipeline stages.
 
     Raises:
         ConfigError: a document is longer than the bound, there are too few documents for equal counts, or an argument
             is out of range.
     """
     problem = make_dispatch_problem(lengths, cost, replicas, token_bound, per_micro_batch, rows, equal_counts)
-    groups = best_candidate(problem)
-    if stages > 1:
-        groups = [pipelined(problem, rows, stages) for rows in groups]
-    return to_assignment(problem, groups, stages)
+    return to_assignment(problem, best_candidate(problem))
 
 
 def make_dispatch_problem(
@@ -170,18 +156,14 @@ def make_dispatch_problem(
     )
 
 
-def to_assignment(problem: DispatchProblem, groups: DocumentGroups, stages: int = 1) -> Assignment:
-    """Return the groups as arrays; the micro-batches of each replica by descending time, with pipeline stages in the
-    given order."""
+def to_assignment(problem: DispatchProblem, groups: DocumentGroups) -> Assignment:
+    """Return the groups as arrays; the micro-batches of each replica by descending time."""
     replica, micro_batch = (np.zeros(len(problem.lengths), np.int64) for _ in range(2))
     for number, group in enumerate(groups):
-        ordered = [sorted(row) for row in group]
-        if stages == 1:
-            ordered.sort(key=lambda row: (-problem.time_of(row), row))
+        ordered = sorted((sorted(row) for row in group), key=lambda row: (-problem.time_of(row), row))
         for position, row in enumerate(ordered):
             replica[row], micro_batch[row] = number, position
-    times = [[problem.time_of(row) + problem.micro_batch_cost for row in group] for group in groups]
-    seconds = np.array([pipeline_time(own, stages) for own in times]) * problem.unit / (stages * (1 + BACKWARD))
+    seconds = np.array([problem.replica_time(group) for group in groups]) * problem.unit
     for array in (replica, micro_batch, seconds):
         array.setflags(write=False)
     return Assignment(replica, micro_batch, seconds)

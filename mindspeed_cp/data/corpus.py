@@ -14,7 +14,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -176,12 +176,7 @@ def _files_below(root: Path, suffixes: tuple[str, ...], skip: frozenset[str]) ->
 
 
 def check_learnable(corpus: Corpus, source: str) -> None:
-    """Raise ConfigError if there is no token to predict: all documents are empty, or all weights of trajectories 0."""
-    if getattr(corpus, "learned_tokens", 1) == 0:
-        raise ConfigError(
-            f"corpus {source}: no token of its {len(corpus.lengths)} groups is predicted with a weight other than 0; "
-            "nothing can be learned"
-        )
+    """Raise ConfigError if there is no token to predict: all documents are empty."""
     if corpus.lengths.max(initial=0) < 2:
         raise ConfigError(
             f"corpus {source}: all of its {len(corpus.lengths)} documents are empty; nothing can be learned"
@@ -193,32 +188,24 @@ def printable_path(path: Path) -> str:
     return str(path).encode("utf-8", "backslashreplace").decode()
 
 
-def json_object(line: bytes, where: str, key: str, example: str) -> dict[str, Any]:
-    """Return the object of a JSON line; raise ConfigError unless it is one that has `key`, as the example has."""
+def _text_of(line: bytes, where: str) -> bytes:
+    """Return the "text" of a JSON line, in UTF-8; raise ConfigError, naming the line, where there is none."""
+    example = 'each line must be an object such as {"text": "..."}'
     try:
         value = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: is no JSON ({error}); each line must be an object such as {example}") from None
-    if not isinstance(value, dict) or key not in value:
+        raise ConfigError(f"{where}: is no JSON ({error}); {example}") from None
+    if not isinstance(value, dict) or "text" not in value:
         what = f"has the keys {sorted(value)}" if isinstance(value, dict) else f"is a JSON {type(value).__name__}"
-        raise ConfigError(f"{where}: {what}; each line must be an object such as {example}")
-    return value
-
-
-def encode(text: str, where: str) -> bytes:
-    """Return a text in UTF-8; raise ConfigError for half a surrogate pair, which JSON can hold."""
-    try:
-        return text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise ConfigError(f"{where} has half a surrogate pair at character {error.start}; mend the line") from None
-
-
-def _text_of(line: bytes, where: str) -> bytes:
-    """Return the "text" of a JSON line, in UTF-8."""
-    text = json_object(line, where, "text", '{"text": "..."}')["text"]
+        raise ConfigError(f"{where}: {what}; {example}")
+    text = value["text"]
     if not isinstance(text, str):
         raise ConfigError(f'{where}: "text" is {json.dumps(text)[:40]}, which is no text; give one in quotes')
-    return encode(text, f'{where}: "text"')
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:  # JSON can hold half a surrogate pair
+        problem = f'"text" has half a surrogate pair at character {error.start}'
+        raise ConfigError(f"{where}: {problem}; mend the line") from None
 
 
 # Digests of what documents contain: equal lengths do not mean equal documents. A corpus has a few digests, each of
@@ -233,13 +220,9 @@ def corpus_digests(corpus: Corpus) -> list[str]:
     """Return the digests of GROUPS runs of documents, each 16 hexadecimal digits."""
     documents = len(corpus.lengths)
     digests = [blake2b(digest_size=8) for _ in range(GROUPS)]
-    of_groups: Sequence[bytes] | None = getattr(corpus, "group_digests", None)
     for document in range(documents):
         digest = digests[document * GROUPS // documents]
-        if of_groups is not None:
-            digest.update(of_groups[document])
-        else:
-            digest.update(document.to_bytes(8, "little") + _as_bytes(corpus.tokens(document)))
+        digest.update(document.to_bytes(8, "little") + _as_bytes(corpus.tokens(document)))
     return [digest.hexdigest() for digest in digests]
 
 

@@ -12,9 +12,8 @@ import numpy as np
 from mindspeed_cp.data.corpus import EOD, Corpus, different_documents, rows_digest
 from mindspeed_cp.data.dispatch import DispatchedBatch, Dispatcher
 from mindspeed_cp.data.packing import Packer
-from mindspeed_cp.data.trajectories import TrajectoryCorpus, concatenate
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.layout import Documents, PackedTrajectories
+from mindspeed_cp.layout import Documents
 from mindspeed_cp.schema.messages import format_value
 
 LOOKAHEAD = 64
@@ -39,25 +38,15 @@ class PackedRow:
     index: int  # number of the row, counted over all replicas
     dropout_stream_id: int  # with the index of a document, it identifies the dropped attention weights
 
-    @property
-    def flat_tokens(self) -> int:
-        """Number of tokens, each as often as trajectories have it."""
-        return len(self.tokens)
-
-    @property
-    def contents(self) -> tuple[np.ndarray, ...]:
-        """What ranks compare of the row, integers of 32 bits."""
-        return (self.tokens,)
-
 
 @dataclass(frozen=True, eq=False)
 class ReplicaBatch:
     """One replica's micro-batches of a global batch, and the dispatch of the whole batch.
 
     Attributes:
-        rows: the micro-batches; those of the replica's pool where the batch is pooled.
+        rows: the micro-batches; where the batch is pooled, those of all replicas.
         dispatched: the dispatch.
-        content_digest: digest of the tokens of the rows, 52 bits; equal on all ranks of a replica, or of a pool.
+        content_digest: digest of the tokens of the rows, 52 bits; equal on all ranks of a replica, or of the pool.
         sample_digest: digest of the tokens of the batch's first chunk, which every replica reads; equal on all ranks.
     """
 
@@ -137,8 +126,7 @@ class PackedStream:
         """
         drawn = [self._packer.next_row() for _ in range(rows)]
         dispatched = dispatcher(drawn)
-        of_pool = self.replicas // dispatched.pools if dispatched.pooled else 1
-        replica = self.replica - self.replica % of_pool  # the first one of those with these rows
+        replica = 0 if dispatched.pooled else self.replica  # the first one of those with these rows
         replica_rows = [
             self._load_numbers(dispatched.chunks, numbers, number * self.replicas + replica, dispatcher)
             for number, numbers in enumerate(dispatched.micro_batches[self.replica])
@@ -146,7 +134,7 @@ class PackedStream:
         document, start, length = dispatched.chunks[0].tolist()
         sample = self.corpus.tokens(document, start, start + length)
         self._rows += len(drawn)
-        content = rows_digest(array for row in replica_rows for array in row.contents)
+        content = rows_digest(row.tokens for row in replica_rows)
         return ReplicaBatch(replica_rows, dispatched, content, rows_digest([sample]))
 
     def _load_numbers(self, chunks: np.ndarray, numbers: np.ndarray, index: int, dispatcher: Dispatcher) -> PackedRow:
@@ -211,67 +199,3 @@ class PackedStream:
             )
         self._packer.load_state_dict(state)
         self._rows = state["rows"]
-
-
-# Rows of prefix trees: whole groups of trajectories back to back.
-
-
-@dataclass(frozen=True, eq=False)
-class TreeRow(PackedRow):
-    """One row of trees.
-
-    Labels and loss mask are the first target of each token that has one, and its weight; a token that several
-    trajectories continue differently has more targets, which `trajectories` lists.
-
-    Attributes:
-        trajectories: the trajectories of the row's groups.
-        weights: loss weights of each trajectory's tokens, fp64 [length] each.
-    """
-
-    trajectories: PackedTrajectories
-    weights: Sequence[np.ndarray]
-
-    @property
-    def flat_tokens(self) -> int:
-        return self.trajectories.flat_tokens
-
-    @property
-    def contents(self) -> tuple[np.ndarray, ...]:
-        targets = self.trajectories.targets
-        weights = targets.weights(self.weights).view(np.uint32)
-        return self.tokens, self.documents.lengths, self.documents.parents + 1, targets.source, targets.token, weights
-
-
-class TreeStream(PackedStream):
-    """Rows of whole groups of trajectories; arguments and laws are those of PackedStream.
-
-    Args:
-        corpus: groups of at most `context` tree tokens.
-        arguments, named: as for PackedStream.
-    """
-
-    corpus: TrajectoryCorpus
-
-    def _load(self, chunks: np.ndarray, index: int, dropout_stream_id: int | None = None) -> TreeRow:
-        shapes = self.corpus.documents(chunks["document"])
-        present = chunks["document"][chunks["length"] > 0]
-        groups = [self.corpus.group(number) for number in present.tolist()]
-        documents = shapes
-        if len(present) < len(chunks):
-            sizes = self.corpus.sum_of_groups(chunks["document"], np.ones(len(shapes))).astype(np.int64)
-            documents = shapes.with_lengths(np.where(np.repeat(chunks["length"] > 0, sizes), shapes.lengths, 0))
-        packed = concatenate([group for group, _ in groups], documents)
-        weights = [weight for _, of_group in groups for weight in of_group]
-        targets = packed.targets
-        labels, loss_mask = np.full(len(packed.tokens), EOD), np.zeros(len(packed.tokens), np.float32)
-        first = targets.is_first
-        labels[targets.source[first]] = targets.token[first]
-        loss_mask[targets.source[first]] = targets.weights(weights)[first]
-        stream_id = index if dropout_stream_id is None else dropout_stream_id
-        return TreeRow(packed.tokens, labels, loss_mask, documents, index, stream_id, packed, weights)
-
-
-def open_stream(corpus: Corpus, *arguments: Any, **named: Any) -> PackedStream:
-    """Return the stream of rows of a corpus; arguments as for PackedStream."""
-    kind = TreeStream if isinstance(corpus, TrajectoryCorpus) else PackedStream
-    return kind(corpus, *arguments, **named)

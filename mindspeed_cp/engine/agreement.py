@@ -48,7 +48,7 @@ from mindspeed_cp.comm import (
     resolve_group,
 )
 from mindspeed_cp.engine.plan_cache import kept_with_plan
-from mindspeed_cp.engine.recorder import timed_span
+from mindspeed_cp.engine.profile_ranges import profile_range
 from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.ops.attention.contract import DropoutKey
 from mindspeed_cp.plan import AttentionConfig, Plan
@@ -56,7 +56,6 @@ from mindspeed_cp.schema.messages import name_ranks
 
 RELEASE = __version__  # of this package on this rank: another one may plan otherwise
 SHOWN_BYTES = 200  # of a value in an error
-COMPARISON = "comparison"  # activity of the wait for other ranks in traces
 #: Seconds that a call waits for the comparison, whatever its time-out: then it goes on, since an error of its messages
 #: names the rank that is missing. Ranks that differ come less far apart than this, also on a busy machine; a share of a
 #: short time-out would let one of them go on before the others have come, and be told less.
@@ -408,7 +407,7 @@ class CallAgreement:
             ConfigError: ranks differ.
         """
         try:
-            with timed_span(COMPARISON):
+            with profile_range("compare plans"):
                 comparison.wait(WAIT_SECONDS)
         except RuntimeError:
             self._unread.append(comparison)

@@ -150,7 +150,7 @@ def _checked_calls(
     for rank, context in enumerate(contexts):
         check_inputs(q[rank], k[rank], v[rank], context)
     key = checked_key(plan, dropout_key) if training and plan.attention.dropout else None
-    return [RankCall(plan, context, runner, None, key, None) for context in contexts]
+    return [RankCall(plan, context, runner, None, key) for context in contexts]
 
 
 class _AllRanks(torch.autograd.Function):

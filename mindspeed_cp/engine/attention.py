@@ -17,7 +17,6 @@ from mindspeed_cp.engine.agreement import CallAgreement
 from mindspeed_cp.engine.program_run import ProgramRun, Run, SlotReader, redistribute, run_interleaved, run_to_end
 from mindspeed_cp.engine.rank_context import REDISTRIBUTION_TAGS, RankContext, bind_rank, join_rows
 from mindspeed_cp.engine.rank_schedule import RankSchedule
-from mindspeed_cp.engine.recorder import RecordedCall, recorded_call
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention import (
     AttentionBackend,
@@ -104,7 +103,7 @@ def context_parallel_attention(
         agreement.check(plan, q.dtype, key, batch_digest, sink is not None)
     check_inputs(q, k, v, context)
     weights = checked_weights(plan, q, sink, kv_up)
-    call = RankCall(plan, context, runner, transport, key, recorded_call(), agreement)
+    call = RankCall(plan, context, runner, transport, key, agreement)
     return _Attention.apply(q, k, v, *weights, call)
 
 
@@ -234,7 +233,6 @@ class RankCall:
         backend: attention backend.
         transport: transport to the other ranks; None for a single rank.
         dropout: (seed, layer); None without dropout.
-        recorded: None without a recorder.
         agreement: comparison of calls with those of other ranks; None for a single rank, and without a process group.
     """
 
@@ -243,7 +241,6 @@ class RankCall:
     backend: AttentionBackend
     transport: Transport | None
     dropout: DropoutKey | None
-    recorded: RecordedCall | None
     agreement: CallAgreement | None = None
 
 
@@ -324,7 +321,6 @@ def _forward_part(
     """Run the forward of one part on the rows of the caller. Returns its output there, the tensors to save for the
     backward, and what the backend saves."""
     context, backend = call.context, call.backend
-    recorder = None if call.recorded is None else call.recorded.part_recorder("forward", index)
     part = context.parts[index]
     attention = part.attention
     if part.q is None and part.rows is not None:
@@ -335,11 +331,11 @@ def _forward_part(
         yield ()
     else:
         to_compute, label = (part.q, part.kv, part.kv), "q, k and v to heads"
-        q, k, v = yield from redistribute((q, k, v), to_compute, call.transport, label, part.tag, recorder)
+        q, k, v = yield from redistribute((q, k, v), to_compute, call.transport, label, part.tag)
     output = OutputAccumulator(q, attention.head_dim_v, schedule.stores_all_rows)
     state = ForwardState(q, output, part.heads, call.dropout)
     reader = SlotReader(backend, attention, _expansion(weights, attention, state.heads))
-    run = ProgramRun(schedule, k, v, call.transport, part.tag + REDISTRIBUTION_TAGS, recorder)
+    run = ProgramRun(schedule, k, v, call.transport, part.tag + REDISTRIBUTION_TAGS)
     yield from run.steps(partial(reader.forward, state=state))
     del run  # frees its buffers
     if weights.sink is not None:  # rows are complete: once for each, however many calls and ranks their keys were in
@@ -350,7 +346,7 @@ def _forward_part(
         yield ()
         return out, saved, state.saved
     to_caller, label = (part.q_adjoint,), "outputs to tokens"
-    (result,) = yield from redistribute((out,), to_caller, call.transport, label, part.tag, recorder)
+    (result,) = yield from redistribute((out,), to_caller, call.transport, label, part.tag)
     return result, saved, state.saved
 
 
@@ -367,7 +363,6 @@ def _backward_part(
     """Run the backward of one part. Returns dq, dk and dv in the layout of the caller, and adds to `gradients`, those
     of the weights."""
     context, backend = call.context, call.backend
-    recorder = None if call.recorded is None else call.recorded.part_recorder("backward", index)
     part, (q, k, v, out, lse) = context.parts[index], saved
     attention, heads = part.attention, part.heads
     if part.q is None:
@@ -375,12 +370,12 @@ def _backward_part(
         yield ()
     else:
         label = "gradients of outputs to heads"
-        (dout,) = yield from redistribute((dout,), (part.q,), call.transport, label, part.tag, recorder)
+        (dout,) = yield from redistribute((dout,), (part.q,), call.transport, label, part.tag)
     if weights.sink is not None and gradients.sink is not None:
         sink, dsink = (x[slice(*heads.q)] for x in (weights.sink, gradients.sink))
         dsink += sink_gradient(dout, out, lse, sink)
     reduce_dtype: torch.dtype = getattr(torch, call.plan.reduce_dtype)
-    run = ProgramRun(schedule, k, v, call.transport, part.tag + REDISTRIBUTION_TAGS, recorder, reduce_dtype)
+    run = ProgramRun(schedule, k, v, call.transport, part.tag + REDISTRIBUTION_TAGS, reduce_dtype)
     dq = GradientAccumulator(q)
     state = BackwardState(q, out, lse, dout, dq, heads, call.dropout, backend_state)
     reader = SlotReader(backend, attention, _expansion(weights, attention, heads), gradients.kv_up)
@@ -393,7 +388,7 @@ def _backward_part(
         yield ()
         return tensors
     to_caller, label = (part.q_adjoint, part.kv_adjoint, part.kv_adjoint), "gradients of q, k and v to tokens"
-    moving = redistribute(tensors, to_caller, call.transport, label, part.tag, recorder)
+    moving = redistribute(tensors, to_caller, call.transport, label, part.tag)
     del tensors  # the moving ones are freed before the moved ones are rounded
     moved_q, moved_k, moved_v = yield from moving
     return moved_q, moved_k.to(k.dtype), moved_v.to(v.dtype)

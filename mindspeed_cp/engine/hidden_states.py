@@ -12,7 +12,6 @@ from torch.autograd.function import once_differentiable
 from mindspeed_cp.comm import RankRedistribution, Transport, rank_redistribution
 from mindspeed_cp.engine.plan_cache import kept_with_plan
 from mindspeed_cp.engine.program_run import Run, redistribute, run_to_end
-from mindspeed_cp.engine.recorder import PartRecorder, recorded_call
 from mindspeed_cp.layout import Redistribution, sequence_parallel_layout
 from mindspeed_cp.plan import Plan
 
@@ -90,28 +89,21 @@ def redistribute_hidden(
 class _RedistributeHidden(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, hidden: HiddenRedistribution, transport: Transport | None, label: str) -> Tensor:
-        call = recorded_call()
-        ctx.call = hidden, transport, label, call
-        recorder = None if call is None else call.part_recorder("forward", redistribution_kind="hidden_states")
-        return run_to_end(redistribute_rows(x, hidden.to_attention, transport, label, recorder))
+        ctx.call = hidden, transport, label
+        return run_to_end(redistribute_rows(x, hidden.to_attention, transport, label))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, transport, label, call = ctx.call
-        recorder = None if call is None else call.part_recorder("backward", redistribution_kind="hidden_states")
-        label = f"gradients of {label}"
-        return run_to_end(redistribute_rows(gradient, hidden.to_linear, transport, label, recorder)), None, None, None
+        hidden, transport, label = ctx.call
+        run = redistribute_rows(gradient, hidden.to_linear, transport, f"gradients of {label}")
+        return run_to_end(run), None, None, None
 
 
 def redistribute_rows(
-    x: Tensor,
-    redistribution: RankRedistribution,
-    transport: Transport | None,
-    label: str,
-    recorder: PartRecorder | None = None,
+    x: Tensor, redistribution: RankRedistribution, transport: Transport | None, label: str
 ) -> Run[Tensor]:
     """Redistribute rows of any shape [rows, ...]; a computation that can be interleaved with those of other ranks."""
     rows = x.flatten(1).unsqueeze(1).contiguous()
-    (out,) = yield from redistribute((rows,), (redistribution,), transport, label, recorder=recorder)
+    (out,) = yield from redistribute((rows,), (redistribution,), transport, label)
     return out.reshape(len(out), *x.shape[1:])

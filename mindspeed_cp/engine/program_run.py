@@ -22,8 +22,8 @@ from mindspeed_cp.comm import (
     staging_buffer,
     start_redistributions,
 )
+from mindspeed_cp.engine.profile_ranges import profile_range
 from mindspeed_cp.engine.rank_schedule import P2POp, RankSchedule
-from mindspeed_cp.engine.recorder import COMPUTE, POST, UNPACK, PartRecorder
 from mindspeed_cp.ops.attention import AttentionBackend, BackwardState, ForwardState, GradientAccumulator
 from mindspeed_cp.ops.attention.latent import LatentExpansion
 from mindspeed_cp.ops.rows import RowIndex, put_rows, take_rows
@@ -46,7 +46,6 @@ class ProgramRun:
         k, v: shard of this rank.
         transport: transport to the other ranks; None for a single rank.
         tag: first tag of the messages.
-        recorder: records kernels, messages and waits; None to record nothing.
         reduce_dtype: type in which gradients of keys and values travel.
 
     Attributes:
@@ -61,10 +60,9 @@ class ProgramRun:
         v: Tensor,
         transport: Transport | None,
         tag: int = 0,
-        recorder: PartRecorder | None = None,
         reduce_dtype: torch.dtype = torch.float32,
     ) -> None:
-        self._schedule, self._transport, self._tag, self._recorder = schedule, transport, tag, recorder
+        self._schedule, self._transport, self._tag = schedule, transport, tag
         self._reduce_dtype = reduce_dtype
         self.k = [k, *(k.new_empty((rows, *k.shape[1:])) for rows in schedule.capacity[1:])]
         self.v = [v, *(v.new_empty((rows, *v.shape[1:])) for rows in schedule.capacity[1:])]
@@ -82,21 +80,17 @@ class ProgramRun:
             PeerError: a peer died or did not answer in time.
         """
         in_flight: InFlight = {}
-        recorder = self._recorder
-        for number, step in enumerate(self._schedule.steps):
-            start = None if recorder is None else recorder.mark()
+        for step in self._schedule.steps:
             if step.p2p_ops:
-                self._post(step.p2p_ops, in_flight)
-                if recorder is not None:
-                    size = self._reduce_dtype.itemsize
-                    start = recorder.record_posted(start, number, step.p2p_ops, self.k[0], self.v[0], size)
-            for slot, calls in step.compute:
-                compute(self, slot, calls, step.rows_read.get(slot))
-            if recorder is not None and step.compute:
-                recorder.record_span(COMPUTE, start, number)
+                with profile_range("post messages"):
+                    self._post(step.p2p_ops, in_flight)
+            with profile_range("attention"):
+                for slot, calls in step.compute:
+                    compute(self, slot, calls, step.rows_read.get(slot))
             yield [transfer for message in step.wait_for for transfer in in_flight[message][1]]
             if step.wait_for:
-                self._wait(step.wait_for, in_flight, number)
+                with profile_range("wait for messages"):
+                    self._wait(step.wait_for, in_flight)
 
     def _post(self, p2p_ops: Sequence[P2POp], in_flight: InFlight) -> None:
         assert self._transport is not None, "a plan for a single rank has no messages"
@@ -127,11 +121,9 @@ class ProgramRun:
             return self.gradients[op.slot][index].rows(op.rows, self._reduce_dtype)
         return take_rows((self.k, self.v)[index][op.slot], op.rows)
 
-    def _wait(self, numbers: Sequence[int], in_flight: InFlight, step: int) -> None:
+    def _wait(self, numbers: Sequence[int], in_flight: InFlight) -> None:
         """Wait for messages, and unpack them. A function of its own, so that staging buffers are freed before the next
         step's messages are posted."""
-        recorder = self._recorder
-        start = None if recorder is None else recorder.mark()
         received = []
         for number in numbers:
             op, pending, buffers = in_flight.pop(number)
@@ -139,12 +131,8 @@ class ProgramRun:
                 transfer.wait()
             if not op.sends:
                 received.append((op, buffers))
-        if recorder is not None:
-            start = recorder.record_arrived(start, step, numbers)
         for op, buffers in received:  # after all sends of the step: unpacking may overwrite the rows that they send
             self._unpack(op, buffers)
-        if recorder is not None and received:
-            recorder.record_span(UNPACK, start, step)
 
     def _unpack(self, op: P2POp, buffers: Sequence[Tensor]) -> None:
         """Add received gradients to those of the slot, or put received keys and values, which have no gradient yet,
@@ -212,7 +200,6 @@ def redistribute(
     transport: Transport | None,
     label: str,
     tag: int = 0,
-    recorder: PartRecorder | None = None,
 ) -> Run[list[Tensor]]:
     """Redistribute several tensors at once and return them. Tensors without a redistribution are returned unchanged.
     Yields once, after all transfers are posted.
@@ -221,14 +208,11 @@ def redistribute(
         PeerError: a peer died or did not answer in time.
     """
     work = [(x, item) for x, item in zip(tensors, redistributions, strict=True) if item is not None]
-    start = None if recorder is None else recorder.mark()
-    in_flight = start_redistributions(work, transport, label, tag)
-    posted = None if recorder is None else recorder.record_span(POST, start, None)
+    with profile_range("post messages"):
+        in_flight = start_redistributions(work, transport, label, tag)
     yield in_flight.pending
-    start = None if recorder is None else recorder.mark()
-    outputs = iter(in_flight.finish())
-    if recorder is not None:
-        recorder.record_redistributed(posted, start, work)
+    with profile_range("wait for messages"):
+        outputs = iter(in_flight.finish())
     return [x if item is None else next(outputs) for x, item in zip(tensors, redistributions, strict=True)]
 
 

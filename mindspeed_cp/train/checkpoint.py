@@ -202,14 +202,13 @@ def _adam_states(optimizer: Any) -> Iterator[dict[str, Any]]:
             yield state
 
 
-def save_checkpoint(
-    files: RunFiles, training: TrainingModel, settings: Settings, world: World, progress: Progress
-) -> Path:
+def save_checkpoint(files: RunFiles, training: TrainingModel, progress: Progress) -> Path:
     """Save a checkpoint after a step, and return its folder; every rank calls it.
 
     Raises:
         DiskError: it cannot be written; the newest checkpoint before it stays the newest.
     """
+    world, settings = training.world, training.world.settings
     state = sharded_state(training, is_loading=False)
     apply_factories(state)
     record = {
@@ -417,7 +416,7 @@ def _none_left(notes: Sequence[str], files: RunFiles) -> ConfigError:
     )
 
 
-def resume(settings: Settings, training: TrainingModel, world: World) -> tuple[Progress, Path | None, list[str]]:
+def resume(training: TrainingModel) -> tuple[Progress, Path | None, list[str]]:
     """Load the newest whole checkpoint of the run's folder; every rank calls it.
 
     The first rank chooses; ranks share out the files and compare them with their digests. Where the newest checkpoint
@@ -429,6 +428,7 @@ def resume(settings: Settings, training: TrainingModel, world: World) -> tuple[P
     Raises:
         ConfigError: there are checkpoints, and none can be resumed.
     """
+    world, settings = training.world, training.world.settings
     choice: Any = None
     if world.is_first:
         try:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.data import Corpus, different_documents
 from mindspeed_cp.errors import ConfigError, OperatorError
 from mindspeed_cp.schema.messages import format_value, name_ranks
@@ -28,19 +27,18 @@ _OF_MACHINES = {
 }
 
 
-def check_same_start(settings: Settings, world: World, corpus: Corpus, contents: Sequence[str]) -> None:
+def check_same_start(world: World, corpus: Corpus, contents: Sequence[str]) -> None:
     """Compare settings and corpora of all ranks; every rank calls it.
 
     Args:
-        settings: settings of this rank.
-        world: this rank among all.
+        world: this rank among all, with its settings.
         corpus: corpus of this rank.
         contents: digests of its contents.
 
     Raises:
         ConfigError: ranks differ; names them and the first setting or the documents that differ.
     """
-    everything = flat_settings(settings.model_dump(mode="json"))
+    everything = flat_settings(world.settings.model_dump(mode="json"))
     shared = {key: value for key, value in everything.items() if key not in _OF_MACHINES}
     of_ranks = world.gather_objects([shared, [len(corpus.lengths), *contents]])
     settings_of_ranks, corpora = zip(*of_ranks, strict=True)
@@ -74,49 +72,40 @@ def check_digests(digests: Tensor, step: int, replica_ranks: Sequence[Sequence[i
         step: number of the step.
         replica_ranks: the ranks of each data-parallel replica.
     """
-    dispatched, contents, sample = digests.T.tolist()
+    dispatched, contents, sample = digests.T
     size = len(dispatched)
     kept = "the step was not kept, and checkpoints are untouched"
-    different, is_tie = _suspects(dispatched)
+    different, is_tie = _suspects_in(dispatched, [range(size)])
     if different:
         raise ConfigError(
             f"step {step}: {name_ranks(different, 'has', 'have')} assigned documents to replicas differently "
             f"{_from_whom(is_tie, size)}; every rank needs the same settings, data.corpus and version of this "
             f"package; {kept}"
         )
-    different, is_tie = _suspects(sample)
-    for ranks in replica_ranks if not different else ():
-        of_replica, is_split = _suspects([contents[rank] for rank in ranks])
-        different += [ranks[index] for index in of_replica]
-        is_tie |= is_split
+    different, is_tie = _suspects_in(sample, [range(size)])
+    if not different:
+        different, is_tie = _suspects_in(contents, replica_ranks)
     if different:
         raise ConfigError(
-            f"step {step}: {name_ranks(sorted(different))} of {size} read the contents of the same documents "
+            f"step {step}: {name_ranks(different)} of {size} read the contents of the same documents "
             f"differently {_from_whom(is_tie, size)}; every rank needs the same files in data.corpus; {kept}"
         )
 
 
-def check_calls(digests: Tensor, step: int, world: World, pools: int = 0) -> None:
+def check_calls(digests: Tensor, step: int, plan_ranks: Sequence[Sequence[int]]) -> None:
     """Raise ConfigError, naming the ranks, unless all ranks of each plan have called attention alike.
 
     Args:
         digests: fp64 [ranks]: of the plans, types and dropout keys of the calls of the last micro-batch; those before
             are compared with the announcement of the next one.
         step: number of the step.
-        world: this rank among all.
-        pools: number of pools that plans are over; 0: over context-parallel ranks.
+        plan_ranks: the ranks of each plan.
     """
-    of_plan = world.cp_size * world.replicas_of_plan(pools)
-    ranks = torch.arange(world.size).view(-1, of_plan, world.tp_size).mT.reshape(-1, of_plan)
-    different, is_tie = [], False
-    for group in ranks.tolist():
-        suspects, is_split = _suspects(digests[group].tolist())
-        different += [group[index] for index in suspects]
-        is_tie |= is_split
+    different, is_tie = _suspects_in(digests, plan_ranks)
     if different:
         raise ConfigError(
-            f"step {step}: {name_ranks(sorted(different))} called attention differently (plans, types or dropout keys) "
-            f"{_from_whom(is_tie, world.size)}; the step was not kept, and checkpoints are untouched"
+            f"step {step}: {name_ranks(different)} called attention differently (plans, types or dropout keys) "
+            f"{_from_whom(is_tie, len(digests))}; the step was not kept, and checkpoints are untouched"
         )
 
 
@@ -130,13 +119,19 @@ def _minority(values: Sequence[Any]) -> list[int]:
     return [index for index, value in enumerate(values) if value != usual]
 
 
-def _suspects(values: Sequence[Any]) -> tuple[list[int], bool]:
-    """Return the indices of all values but the most frequent one, and False; if no value is the most frequent one, all
-    indices and True."""
-    counts = Counter(values).most_common(2)
-    if len(counts) == 2 and counts[0][1] == counts[1][1]:
-        return list(range(len(values))), True
-    return _minority(values), False
+def _suspects_in(values: Tensor, groups: Sequence[Sequence[int]]) -> tuple[list[int], bool]:
+    """Return the ranks whose value is not the most frequent one of their group, ascending, and False; of a group
+    without a most frequent value all ranks, and then True."""
+    suspects, is_tie = [], False
+    for group in groups:
+        of_group = [float(values[rank]) for rank in group]
+        counts = Counter(of_group).most_common(2)
+        if len(counts) == 2 and counts[0][1] == counts[1][1]:
+            suspects += group
+            is_tie = True
+        else:
+            suspects += [group[index] for index in _minority(of_group)]
+    return sorted(suspects), is_tie
 
 
 #: Numbers that are copied in turn: what memory holds by chance is hardly ever the one that is due.

@@ -8,30 +8,28 @@ from __future__ import annotations
 
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from mindspeed_cp.config.candidates import compared_algorithms, compared_settings
-from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.data import Dispatcher, PackedStream
-from mindspeed_cp.engine.recorder import Recorder, recording
 from mindspeed_cp.errors import DivergenceError
+from mindspeed_cp.plan import Plan, traffic
 from mindspeed_cp.report.text import Table, format_bytes
 from mindspeed_cp.train.failures import StopRequest
 from mindspeed_cp.train.micro_batch_loader import MicroBatch, MicroBatchLoader
 from mindspeed_cp.train.model import TrainingModel
 from mindspeed_cp.train.step import StepChecks, forward_backward
-from mindspeed_cp.train.world import World
 
 STEPS = 3  # global batches that are compared; one more at the start is not timed
 
 
 def run_comparison(
-    settings: Settings,
-    world: World,
     training: TrainingModel,
     open_stream: Callable[[], PackedStream],
     dispatcher: Dispatcher,
@@ -40,8 +38,6 @@ def run_comparison(
     """Run the first batches of a training with each algorithm of train.compare and with its own; all ranks call it.
 
     Args:
-        settings: settings of the run.
-        world: this rank among all.
         training: the model; its weights are not changed.
         open_stream: returns a new stream at the first batch.
         dispatcher: that of the training, so that all algorithms compute the same micro-batches.
@@ -50,15 +46,18 @@ def run_comparison(
     Returns:
         For summary.json: `batches`, `documents` (lengths of the timed batches' documents on this replica),
         `one_machine` (true if all ranks share a machine), and `algorithms`, a list of mappings, the run's own last:
-        algorithm, loss, imbalance, sent_bytes (of all ranks in one step), seconds (forward and backward of one step).
+        algorithm, loss, imbalance, sent_bytes (of all ranks for attention in one step), seconds (forward and backward
+        of one step).
     """
-    *others, own = compared_algorithms(settings)
+    world = training.world
+    *others, own = compared_algorithms(world.settings)
     results: list[dict[str, Any]] = []
     lengths: list[int] = []
     for word in (*others, own):
-        variant = settings if word == own else compared_settings(settings, word)
-        with MicroBatchLoader(open_stream(), dispatcher, variant, training.attentions, world, stop_request) as loader:
-            result, lengths, stop = _run(word, loader, world, training, stop_request)
+        settings = world.settings if word == own else compared_settings(world.settings, word)
+        variant = replace(training, world=replace(world, settings=settings))
+        with MicroBatchLoader(variant, open_stream(), dispatcher, stop_request) as loader:
+            result, lengths, stop = _run(word, loader, variant, stop_request)
         results.append({**result, "loss": None} if stop else result)
         if stop:
             break
@@ -68,45 +67,46 @@ def run_comparison(
 
 
 def _run(
-    word: str, loader: MicroBatchLoader, world: World, training: TrainingModel, stop_request: StopRequest
+    word: str, loader: MicroBatchLoader, training: TrainingModel, stop_request: StopRequest
 ) -> tuple[dict[str, Any], list[int], bool]:
     """Return the figures of one algorithm, the documents that it computed, and whether a rank was asked to stop."""
-    losses, imbalances, seconds, sent, lengths = [], [], [], 0.0, list[int]()
+    world, stop = training.world, False
+    losses, imbalances, seconds, planned = [], [], [], list[tuple[tuple[Plan, ...], int]]()
 
     def watched() -> Iterator[MicroBatch]:
         for micro in loader:
-            assert micro.params.plan is not None
-            lengths.extend(micro.params.plan.documents.lengths.tolist())
+            planned.append((micro.params.plans, micro.params.rank))
             yield micro
 
-    stop = False
     for step in range(STEPS + 1):
         if step == 1:
-            lengths.clear()
+            planned.clear()
         world.barrier()
-        recorder = Recorder(world.device)
         began = time.perf_counter()
-        with recording(recorder):
-            sums = forward_backward(training, watched(), step, world, stop_request, StepChecks())
-            if sums.nonfinite is not None:
-                raise DivergenceError(f"train.compare: batch {step} with {word}: {sums.nonfinite}")
+        sums = forward_backward(training, watched(), step, stop_request, StepChecks())
+        if sums.nonfinite is not None:
+            raise DivergenceError(f"train.compare: batch {step} with {word}: {sums.nonfinite}")
         if world.device.type != "cpu":
             torch.get_device_module(world.device).synchronize()
         seconds.append(time.perf_counter() - began)
         stop = sums.stop
-        bytes_sent = float(sum(message.bytes for message in recorder.read().messages if message.sends))
         if step:
             losses.append(sums.loss)
             imbalances.append(sums.figures["imbalance"])
-            sent += float(world.gather([bytes_sent]).sum())
         if stop:
             break
-    count = max(1, len(losses))
+    element, layers = 2 if world.settings.train.bf16 else 4, Counter(training.attentions).values()
+    sent = sum(
+        float(traffic(plan, element)["total"][rank]) * count
+        for plans, rank in planned
+        for plan, count in zip(plans, layers, strict=True)
+    )
+    lengths = [length for plans, _ in planned for length in plans[0].documents.lengths.tolist()]
     result = {
         "algorithm": word,
         "loss": float(np.mean(losses)) if losses else None,
         "imbalance": float(np.mean(imbalances)) if losses else None,
-        "sent_bytes": sent / count,
+        "sent_bytes": float(world.gather([sent]).sum()) / max(1, len(losses)),
         "seconds": float(np.mean(seconds[1:] or seconds)),
     }
     return result, [length for length in lengths if length], stop

@@ -14,7 +14,6 @@ from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.schema.messages import format_value
 
-_ONLY_SPEED = ("model.recompute_granularity", "data.pool_ranks")
 _TRAIN = ("global_batch_size", "lr_decay_style", "lr_warmup_iters", "bf16", "seed")
 _LENGTH = {"train.train_iters", "train.lr_decay_iters", "train.compare"}
 
@@ -28,8 +27,7 @@ def identity(settings: Settings) -> dict[str, Any]:
         "ffn_hidden_size": model.resolved_ffn_hidden_size,
     }
     values = flat_settings({"model": {**model.model_dump(), **filled}, "data": data.model_dump()})
-    for key in _ONLY_SPEED:
-        del values[key]
+    del values["model.recompute_granularity"]
     if not model.attention_dropout:  # else the dropped weights depend on the rows
         del values["data.balance"]
     elif data.balance == "pool":  # documents keep the numbers by which weights are dropped, as with time

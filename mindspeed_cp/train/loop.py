@@ -12,9 +12,9 @@ import torch
 
 from mindspeed_cp.algorithms import AUTO, build_plan
 from mindspeed_cp.comm import warm_up
-from mindspeed_cp.config.derived import training_corpus, training_plan_options
+from mindspeed_cp.config.derived import training_plan_options
 from mindspeed_cp.config.settings import Settings
-from mindspeed_cp.data import PackedStream, TrajectoryCorpus, check_learnable, corpus_digests, open_stream
+from mindspeed_cp.data import PackedStream, check_learnable, corpus_digests, open_corpus
 from mindspeed_cp.engine.attention_check import AttentionCheck
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
@@ -29,7 +29,6 @@ from mindspeed_cp.train.model import TrainingModel, build_training_model
 from mindspeed_cp.train.output import RunWriter, check_tensorboard
 from mindspeed_cp.train.run_files import RunFiles
 from mindspeed_cp.train.step import StepChecks, run_step
-from mindspeed_cp.train.step_trace import StepTracer
 from mindspeed_cp.train.world import World
 
 
@@ -60,22 +59,21 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
             files.create()
             stack.enter_context(files.locked())
         world.barrier()
-        corpus = training_corpus(settings)
+        corpus = open_corpus(settings.data.corpus)
         check_learnable(corpus, settings.data.corpus)
         contents = corpus_digests(corpus)
-        check_same_start(settings, world, corpus, contents)
+        check_same_start(world, corpus, contents)
         context, rows = settings.data.seq_length, settings.train.global_batch_size
-        repeats = corpus.most_repeated if isinstance(corpus, TrajectoryCorpus) else 1
-        check_tokens_per_step(rows * context * repeats)
+        check_tokens_per_step(rows * context)
 
         def new_stream() -> PackedStream:
-            return open_stream(corpus, context, settings.train.seed, world.replica, world.replicas, contents=contents)
+            return PackedStream(corpus, context, settings.train.seed, world.replica, world.replicas, contents=contents)
 
         stream = new_stream()
         stack.enter_context(_deterministic(settings.train.deterministic_mode))
-        training = build_training_model(settings, world)
-        _warm_up_connections(settings, world, training)
-        progress, folder, notes = resume(settings, training, world)
+        training = build_training_model(world)
+        _warm_up_connections(training)
+        progress, folder, notes = resume(training)
         if progress.data is not None:
             stream.load_state_dict(progress.data)
         writer = None
@@ -86,33 +84,30 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
             for note in notes:
                 writer.note(note)
         stop_request = stack.enter_context(StopRequest())
-        dispatcher = make_dispatcher(settings, training.attentions, world, corpus)
+        dispatcher = make_dispatcher(training)
         if settings.train.compare and folder is None:
             if writer is not None:
                 writer.note("comparing algorithms before the training (train.compare)")
-            comparison = run_comparison(settings, world, training, new_stream, dispatcher, stop_request)
+            comparison = run_comparison(training, new_stream, dispatcher, stop_request)
             if writer is not None:
                 writer.comparison(comparison)
-        tracer = StepTracer(settings, world, training, files, progress.step + 1, writer.note if writer else print)
         # Ranks that choose differently between pools and replicas would wait for each other.
         compare_digests = settings.context_parallel_suite.verify_plans or world.pool is not None
         policy, queue = BadStepPolicy(settings), QueueProbe(world.device, world.rank)
         interval, last, stopped_by = settings.checkpoint.save_interval, settings.train.train_iters, None
-        batches = stack.enter_context(
-            MicroBatchLoader(stream, dispatcher, settings, training.attentions, world, stop_request)
-        )
+        batches = stack.enter_context(MicroBatchLoader(training, stream, dispatcher, stop_request))
         while progress.step < last and stopped_by is None:
             step = progress.step + 1
-            with tracer.step(step, batches) as step_batches:
+            with _traced(training, files, step):
                 began = time.perf_counter()
                 checks = StepChecks(compare_digests, _attention_check_of_step(settings, step), queue)
-                result = run_step(training, step_batches, step, world, stop_request, checks, policy, progress.losses)
+                result = run_step(training, batches, step, stop_request, checks, policy, progress.losses)
                 seconds = time.perf_counter() - began
             progress = progress.after(result, seconds)
             if writer is not None:
                 writer.step(step, result, seconds)
             if result.stop or step == last or (interval and step % interval == 0):
-                folder = save_checkpoint(files, training, settings, world, progress)
+                folder = save_checkpoint(files, training, progress)
             if result.stop and step < last:  # a request in the last step changes nothing
                 stopped_by = stop_request.reason or "a signal to another rank"
         return None if writer is None else writer.summary(progress, folder, stopped_by, corpus)
@@ -126,20 +121,34 @@ def _attention_check_of_step(settings: Settings, step: int) -> AttentionCheck | 
     return AttentionCheck(settings.model.num_layers, (settings.train.seed, step), suite.timeout_seconds)
 
 
-def _warm_up_connections(settings: Settings, world: World, training: TrainingModel) -> None:
+def _warm_up_connections(training: TrainingModel) -> None:
     """Let devices connect before the first step, as for rows of one document; connections that only other rows need are
     made when these come."""
+    world, settings = training.world, training.world.settings
     if world.device.type == "cpu":
         return
     algorithm, options = settings.context_parallel_suite.algorithm, training_plan_options(settings)
-    # Of several pools; one of all ranks, which few steps are on then, connects when it first comes.
-    pools = 1 if world.subpools is None else world.subpools.count
-    for number in (0,) if world.pool is None else (pools, 0):
-        topology = world.pool_topology(number) if number else settings.context_parallel_suite.topology
+    for pooled in (False,) if world.pool is None else (True, False):
+        topology, _ = world.plan_ranks(pooled)
         if topology.ranks > 1:
-            rows = Documents([settings.data.seq_length] * world.replicas_of_plan(number))
+            rows = Documents([settings.data.seq_length] * (world.replicas if pooled else 1))
             plan = build_plan(rows, topology, training.attentions[0], algorithm, **options)
-            warm_up(plan, world.plan_group(number), world.device)
+            warm_up(plan, world.plan_group(pooled), world.device)
+
+
+@contextmanager
+def _traced(training: TrainingModel, files: RunFiles, step: int) -> Iterator[None]:
+    """Write what torch.profiler sees of a step within the block, a file of each rank for ui.perfetto.dev, if
+    output.trace_steps names the step."""
+    world = training.world
+    if step not in (world.settings.output.trace_steps or ()):
+        yield
+        return
+    with torch.profiler.profile() as profiler:
+        yield
+    path = files.folder / "trace" / f"step-{step:07d}-rank-{world.rank}.json"
+    path.parent.mkdir(exist_ok=True)
+    profiler.export_chrome_trace(str(path))
 
 
 @contextmanager

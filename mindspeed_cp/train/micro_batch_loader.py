@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,24 +21,14 @@ from torch import Tensor
 
 from mindspeed_cp.algorithms.plan_cache import PlanCache
 from mindspeed_cp.config.derived import document_cost, mean_layer_cost, training_plan_options
-from mindspeed_cp.config.settings import Settings
-from mindspeed_cp.data import (
-    Corpus,
-    Dispatcher,
-    PackedRow,
-    PackedStream,
-    PoolModel,
-    ReplicaBatch,
-    TrajectoryCorpus,
-    TreeRow,
-)
+from mindspeed_cp.data import Dispatcher, PackedRow, PackedStream, PoolModel, ReplicaBatch
 from mindspeed_cp.engine import prepare
 from mindspeed_cp.engine.hidden_states import hidden_redistribution
-from mindspeed_cp.megatron import PlannedBatchParams, micro_batch_seed, planned_batch, trajectory_batch
+from mindspeed_cp.megatron import PlannedBatchParams, micro_batch_seed, planned_batch
 from mindspeed_cp.ops.attention import backend_from_settings
-from mindspeed_cp.plan import AttentionConfig, Plan, Topology, verify_plan
+from mindspeed_cp.plan import AttentionConfig, Plan, verify_plan
 from mindspeed_cp.train.failures import Stopped, StopRequest
-from mindspeed_cp.train.world import World
+from mindspeed_cp.train.model import TrainingModel
 
 POLL_SECONDS = 0.5  # interval of the checks for a dead thread or a request to stop
 STOP_SECONDS = 5.0  # a rank that is asked to stop keeps waiting so long: the other ranks are in the same step
@@ -50,11 +40,10 @@ class MicroBatch:
     """One packed row, this rank's share of it, and what its step adds up.
 
     Attributes:
-        batch: tokens, labels, loss_mask and position_ids, each [1, t]; of trees the result of `trajectory_batch`.
+        batch: tokens, labels, loss_mask and position_ids, each [1, t].
         params: carries the row's plan to every layer.
-        tokens, documents: their numbers in the whole row, over all ranks; 0 for rows of a pool that its first replica
-            counts.
-        flat_tokens: tokens of the row's trajectories, of which trees have some once for several; counted as `tokens`.
+        tokens, documents: their numbers in the whole row, over all ranks; 0 for rows of the pool, which the first
+            replica counts.
         visible_pairs: visible (query, key) pairs of this rank's heads, over all layers.
         planning_seconds: time in which this rank dispatched the global batch (counted in its first row), planned
             the row.
@@ -66,7 +55,6 @@ class MicroBatch:
     params: PlannedBatchParams
     tokens: int
     documents: int
-    flat_tokens: int
     visible_pairs: int
     planning_seconds: float
     global_batch: ReplicaBatch
@@ -77,25 +65,24 @@ class MicroBatchLoader:
     """An endless iterator over micro-batches, and a context manager that ends its thread.
 
     Args:
+        training: the model, its settings and this rank.
         stream: rows of this replica, at the position where training goes on.
         dispatcher: assigns the documents of each global batch to the replicas.
-        settings: settings of the run.
-        attentions: attention of each layer on this tensor-parallel rank.
-        world: this rank among all.
         stop_request: ends the wait for a batch that does not come.
     """
 
     def __init__(
         self,
+        training: TrainingModel,
         stream: PackedStream,
         dispatcher: Dispatcher,
-        settings: Settings,
-        attentions: Sequence[AttentionConfig],
-        world: World,
         stop_request: StopRequest,
     ) -> None:
-        self._stream, self._dispatcher, self._world, self._stop_request = stream, dispatcher, world, stop_request
-        self._layers = Counter(attentions)  # number of layers with each attention
+        self._stream, self._dispatcher, self._world, self._stop_request = (
+            stream, dispatcher, training.world, stop_request,
+        )  # fmt: skip
+        settings = training.world.settings
+        self._layers = Counter(training.attentions)  # number of layers with each attention
         self._suite, self._seed = settings.context_parallel_suite, settings.train.seed
         self._options = training_plan_options(settings)
         train = settings.train
@@ -171,7 +158,8 @@ class MicroBatchLoader:
         """Prove a new plan, where it is this rank's turn, and prepare the engine for it."""
         if self._verifies:
             verify_plan(plan)
-        device, rank = self._world.device, self._topology_and_rank[1]
+        device = self._world.device
+        _, rank = self._world.plan_ranks(self._batch.dispatched.pooled)
         backend = backend_from_settings(self._suite, device.type, plan.attention, self._dtype)
         prepare(plan, rank, self._dtype, backend, device)
         if plan.linear_layout is not None:
@@ -179,16 +167,9 @@ class MicroBatchLoader:
             shares = self._rows_multiple
             hidden_redistribution(plan, rank * shares + self._world.rank % shares, device, shares, shares)
 
-    @property
-    def _topology_and_rank(self) -> tuple[Topology, int]:
-        """The ranks of the plans, and this one among them."""
-        pools = self._batch.dispatched.pools
-        topology = self._world.pool_topology(pools) if pools else self._suite.topology
-        return topology, self._world.plan_rank(pools)
-
     def _planned(self, row: PackedRow) -> Mapping[AttentionConfig, Plan]:
         """Return the plans of a row by the attention of layers, from the cache if they are there."""
-        topology, rank = self._topology_and_rank
+        topology, rank = self._world.plan_ranks(self._batch.dispatched.pooled)
         # Every rank has the same plans: the ranks of a plan take turns to prove them.
         turn = row.index // self._world.replicas % topology.ranks
         self._verifies = self._suite.verify_plans and turn == rank
@@ -199,31 +180,28 @@ class MicroBatchLoader:
 
     def _make(self, row: PackedRow) -> MicroBatch:
         world, dispatched = self._world, self._batch.dispatched
-        pools, rank = dispatched.pools, self._topology_and_rank[1]
+        pooled = dispatched.pooled
+        _, rank = world.plan_ranks(pooled)
         began = time.perf_counter()
         plans = self._planned(row)
         planning_seconds = time.perf_counter() - began
         if row is self._batch.rows[0]:
             planning_seconds += dispatched.dispatch_seconds
-        options: dict[str, Any] = dict(
+        batch, params = planned_batch(
+            {"tokens": row.tokens, "labels": row.labels, "loss_mask": row.loss_mask},
+            list(plans.values()),
+            rank,
             rows_multiple=self._rows_multiple,
             dropout_seed=micro_batch_seed(self._seed, row.dropout_stream_id),
-            pooled=pools > 0,
+            pooled=pooled,
         )
-        if isinstance(row, TreeRow):
-            batch, params = trajectory_batch(row.trajectories, list(plans.values()), rank, row.weights, **options)
-        else:
-            whole = {"tokens": row.tokens, "labels": row.labels, "loss_mask": row.loss_mask}
-            batch, params = planned_batch(whole, list(plans.values()), rank, **options)
         params.batch_digest = None  # the step compares contents itself, over replicas too, and names the rank
-        params.pool_groups = world.groups_of_pool(pools)
-        counts = int(world.replica % world.replicas_of_plan(pools) == 0)
+        counts = int(not pooled or world.replica == 0)
         return MicroBatch(
             batch={name: x.to(world.device) for name, x in batch.items()},
             params=params,
             tokens=counts * row.documents.tokens,
             documents=counts * int(np.count_nonzero(row.documents.lengths)),
-            flat_tokens=counts * row.flat_tokens,
             visible_pairs=sum(
                 layers * int(plans[attention].work_of(rank).sum()) for attention, layers in self._layers.items()
             ),
@@ -233,43 +211,29 @@ class MicroBatchLoader:
         )
 
 
-def make_dispatcher(
-    settings: Settings, attentions: Sequence[AttentionConfig], world: World, corpus: Corpus
-) -> Dispatcher:
-    """Return the dispatcher of `data.balance`.
-
-    Args:
-        settings: settings of the run.
-        attentions: attention of each layer on this tensor-parallel rank.
-        world: this rank among all.
-        corpus: the corpus of the run.
-    """
-    cost = document_cost(settings, attentions)
-    suite, pool = settings.context_parallel_suite, None
+def make_dispatcher(training: TrainingModel) -> Dispatcher:
+    """Return the dispatcher of `data.balance`."""
+    world, settings = training.world, training.world.settings
+    cost, pool = document_cost(settings, training.attentions), None
     if world.pool is not None:
         pool = PoolModel(
-            replica=suite.topology,
+            replica=settings.context_parallel_suite.topology,
             pool=world.pool,
-            attention=attentions[0],  # layers of different attention cannot share a placement, and are refused
+            attention=training.attentions[0],  # layers of different attention cannot share a placement, and are refused
             layer=mean_layer_cost(settings),
-            layers=len(attentions),
+            layers=len(training.attentions),
             options=training_plan_options(settings),
-            subpool=None if world.subpools is None else world.subpools.topology,
         )
     # Megatron lays expert-parallel groups over consecutive ranks, and a replica is consecutive ranks. Where experts
-    # span replicas, or pools, these wait for each other in every layer and need equally many micro-batches.
+    # span replicas, these wait for each other in every layer and need equally many micro-batches.
     has_experts, expert_ranks = settings.model.num_moe_experts is not None, settings.train.expert_model_parallel_size
-    replica_ranks = world.cp_size * world.tp_size
-    pool_ranks = replica_ranks * world.replicas_of_plan(1 if world.subpools is None else world.subpools.count)
     return Dispatcher(
         balance=settings.data.balance,
         replicas=world.replicas,
         context=settings.data.seq_length,
         cost=cost,
         per_micro_batch=cost.per_micro_batch,
-        equal_counts=has_experts and replica_ranks % expert_ranks != 0,
-        equal_pool_counts=has_experts and pool_ranks % expert_ranks != 0,
+        equal_counts=has_experts and world.cp_size * world.tp_size % expert_ranks != 0,
         keeps_document_numbers=settings.model.attention_dropout > 0,
         pool=pool,
-        trees=corpus if isinstance(corpus, TrajectoryCorpus) else None,
     )

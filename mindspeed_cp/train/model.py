@@ -36,6 +36,7 @@ class TrainingModel:
     """Model, optimizer and schedule of a training.
 
     Attributes:
+        world: this rank among all, and the settings of the run.
         config: Megatron's settings of the model.
         attentions: attention of each layer on this tensor-parallel rank: the third input of build_plan.
         model: the bare model, for checkpoints.
@@ -44,6 +45,7 @@ class TrainingModel:
         parameters: weights of the whole model, over all ranks that share it; shared ones counted once.
     """
 
+    world: World
     config: TransformerConfig
     attentions: tuple[AttentionConfig, ...]
     model: GPTModel
@@ -53,17 +55,18 @@ class TrainingModel:
     parameters: int
 
 
-def build_training_model(settings: Settings, world: World) -> TrainingModel:
+def build_training_model(world: World) -> TrainingModel:
     """Build model, optimizer and schedule; weights do not depend on the number of ranks. Every rank must call it.
 
     Raises:
         ConfigError: Megatron or planned attention cannot honour a setting.
     """
+    settings = world.settings
     train, model = settings.train, settings.model
     torch.manual_seed(train.seed)
     tensor_parallel.model_parallel_cuda_manual_seed(train.seed)
     config = transformer_config(settings)
-    gpt = build_gpt(settings, config, world)
+    gpt = build_gpt(config, world)
     ddp_model = DistributedDataParallel(
         config,
         DistributedDataParallelConfig(grad_reduce_in_fp32=True),
@@ -75,13 +78,14 @@ def build_training_model(settings: Settings, world: World) -> TrainingModel:
     config.no_sync_func = ddp_model.no_sync
     config.grad_scale_func = optimizer.scale_loss
     return TrainingModel(
+        world=world,
         config=config,
         attentions=layer_attentions(config, alibi=model.position_embedding_type == "alibi"),
         model=gpt,
         ddp_model=ddp_model,
         optimizer=optimizer,
         schedule=_schedule(settings, optimizer),
-        parameters=_count_parameters(gpt, settings, world),
+        parameters=_count_parameters(gpt, world),
     )
 
 
@@ -143,14 +147,14 @@ def transformer_config(settings: Settings) -> TransformerConfig:
         return kind(**values)
 
 
-def build_gpt(settings: Settings, config: TransformerConfig, world: World) -> GPTModel:
+def build_gpt(config: TransformerConfig, world: World) -> GPTModel:
     """Return the model, on this rank's device, with planned attention; a weight has the same initial value for any
     number of ranks.
 
     Raises:
         ConfigError: Megatron or planned attention cannot honour a setting.
     """
-    model = settings.model
+    settings, model = world.settings, world.settings.model
     alibi = model.position_embedding_type == "alibi"
     spec = install(local_spec(config), settings.context_parallel_suite, alibi=alibi)
     gpt = GPTModel(
@@ -167,14 +171,14 @@ def build_gpt(settings: Settings, config: TransformerConfig, world: World) -> GP
     return gpt.to(world.device)
 
 
-def _count_parameters(gpt: GPTModel, settings: Settings, world: World) -> int:
+def _count_parameters(gpt: GPTModel, world: World) -> int:
     """Return the number of weights over all ranks: tensor-parallel ones hold parts of matrices, and a rank holds only
     its own experts."""
     total = 0
     for name, parameter in gpt.named_parameters():
         shared_by = world.tp_size if getattr(parameter, "tensor_model_parallel", False) else 1
         is_expert = ".local_experts." in name
-        total += parameter.numel() * (settings.train.expert_model_parallel_size if is_expert else shared_by)
+        total += parameter.numel() * (world.settings.train.expert_model_parallel_size if is_expert else shared_by)
     return total
 
 

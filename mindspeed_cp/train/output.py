@@ -133,12 +133,12 @@ class RunWriter:
         if not self._seconds:
             line = line | {"waiting_seconds": 0.0}  # nothing could be computed while the first batch was made
         self._seconds.append(line["seconds"])
-        for name in ("tokens", "flat_tokens", "documents", "seconds", "planning_seconds", "waiting_seconds"):
+        for name in ("tokens", "documents", "seconds", "planning_seconds", "waiting_seconds"):
             self._totals[name] += line[name]
         for name in ("imbalance", "replica_imbalance"):
             self._totals[name] += line[name] * line["tokens"]
         self._totals["steps"] += 1
-        self._totals["pooled_steps"] += line["pooled"] > 0
+        self._totals["pooled_steps"] += line["pooled"]
 
     def _show(self, line: dict[str, Any]) -> None:
         step, steps, interval = line["step"], self._settings.train.train_iters, self._settings.output.log_interval
@@ -193,7 +193,6 @@ class RunWriter:
             },
             **{name: totals[name] for name in ("planning_seconds", "waiting_seconds", "documents")},
             "pool": [totals["pooled_steps"], totals["steps"]] if settings.data.balance == POOL else None,
-            "tree_tokens": [totals["tokens"], totals["flat_tokens"]] if settings.data.trajectories else None,
             "corpus_documents": len(corpus.lengths),
             "cut_documents": len(longer),
             "document_chunks": int((-(-longer // context)).sum()),
@@ -263,14 +262,8 @@ def _summary_table(summary: dict[str, Any]) -> Table:
     if s["pool"] is not None:
         pooled, steps = s["pool"]
         rows.append(("pool", f"taken in {pooled:,} of {steps:,} steps, where it was modelled to be faster"))
-    if s["tree_tokens"] is not None:
-        tokens, flat = s["tree_tokens"]
-        less = f", {1 - tokens / flat:.0%} less" if flat else ""
-        text = f"{format_count(tokens)} tokens were computed for {format_count(flat)} of trajectories"
-        rows.append(("trees", text + less))
-    else:
-        text = f"{s['cut_documents']:,} of {s['corpus_documents']:,} are longer than the context of {s['context']:,}"
-        chunks = f", and become {s['document_chunks']:,} chunks" if s["cut_documents"] else ""
-        rows.append(("cut documents", text + chunks))
+    text = f"{s['cut_documents']:,} of {s['corpus_documents']:,} are longer than the context of {s['context']:,}"
+    chunks = f", and become {s['document_chunks']:,} chunks" if s["cut_documents"] else ""
+    rows.append(("cut documents", text + chunks))
     rows += [(key.replace("_", " "), str(s[key])) for key in ("skipped_steps", "metrics", "checkpoint") if s[key]]
     return Table("Summary", ("", ""), tuple(rows))

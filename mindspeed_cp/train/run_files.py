@@ -2,7 +2,7 @@
 
 <output.folder>/
   settings.yaml  metrics.jsonl  summary.json  .lock
-  trace/         steps of output.trace_steps
+  trace/         steps of output.trace_steps, as torch.profiler saw them
   tensorboard/   events (output.tensorboard)
   checkpoints/   iter_0000050/   latest
 

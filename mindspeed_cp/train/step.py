@@ -14,11 +14,9 @@ from torch import Tensor, nn
 
 from mindspeed_cp.engine.agreement import calls_digest
 from mindspeed_cp.engine.attention_check import AttentionCheck
-from mindspeed_cp.engine.recorder import timed_span
 from mindspeed_cp.errors import CorruptionError, DivergenceError
-from mindspeed_cp.megatron import loss_function, megatron_imports, trajectory_loss_function
+from mindspeed_cp.megatron import loss_function, megatron_imports
 from mindspeed_cp.megatron.adaptors.loss import REPORT_KEY
-from mindspeed_cp.megatron.adaptors.trajectories import LABEL_ROWS
 from mindspeed_cp.schema.messages import name_ranks
 from mindspeed_cp.train.bad_steps import BadStepPolicy
 from mindspeed_cp.train.checks import QueueProbe, check_calls, check_digests
@@ -32,7 +30,7 @@ with megatron_imports():
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
 #: Fields of MicroBatch that a step adds up.
-_SUMMED_FIELDS = ("visible_pairs", "tokens", "documents", "flat_tokens", "planning_seconds")
+_SUMMED_FIELDS = ("visible_pairs", "tokens", "documents", "planning_seconds")
 _DIGESTS = ("digest", "content_digest", "sample_digest")  # of the global batch, which ranks compare
 #: Columns of the table that ranks gather in a step, one row for each rank.
 _COLUMNS = ("loss", "counted", *_SUMMED_FIELDS, "waiting_seconds", *_DIGESTS, "calls", "stop", "gradient")
@@ -59,12 +57,11 @@ class StepResult:
 
     Attributes:
         loss: mean over all counted tokens.
-        figures: for metrics.jsonl: `tokens`, `documents` and `flat_tokens` (of the trajectories; without trajectories
-            the tokens) of the step's rows; `imbalance`, attention work of the slowest rank over the mean;
-            `replica_imbalance`, modelled time of the slowest replica over the mean; `pooled`, the number of pools on
-            which the ranks of several replicas computed the step together, 0: on replicas; `planning_seconds` in the
-            loader's thread and `waiting_seconds` of the training thread for micro-batches, each on the rank where they
-            took longest.
+        figures: for metrics.jsonl: `tokens` and `documents` of the step's rows; `imbalance`, attention work of the
+            slowest rank over the mean; `replica_imbalance`, modelled time of the slowest replica over the mean;
+            `pooled`, whether the ranks of all replicas computed the step together; `planning_seconds` in the loader's
+            thread and `waiting_seconds` of the training thread for micro-batches, each on the rank where they took
+            longest.
         stop: True if any rank was asked to stop.
         data: state of the data stream behind the step's last row.
         nonfinite: what is not finite in loss or gradients, and on which ranks; None: nothing.
@@ -87,7 +84,6 @@ def run_step(
     training: TrainingModel,
     batches: Iterator[MicroBatch],
     step: int,
-    world: World,
     stop_request: StopRequest,
     checks: StepChecks,
     policy: BadStepPolicy,
@@ -96,10 +92,9 @@ def run_step(
     """Run one optimizer step over this replica's micro-batches; replicas may have different numbers of them.
 
     Args:
-        training: model, optimizer and schedule.
+        training: model, optimizer and schedule of this rank.
         batches: micro-batches of this rank.
         step: number of the step, from 1.
-        world: this rank among all.
         stop_request: request to stop this rank.
         checks: what is checked in the step.
         policy: decides what follows a bad step.
@@ -111,15 +106,14 @@ def run_step(
         DivergenceError: Loss or gradient are not finite, or the loss is a spike, and the policy is to stop.
         OperatorError: The device makes no calls any more.
     """
-    sums = forward_backward(training, batches, step, world, stop_request, checks)
+    sums = forward_backward(training, batches, step, stop_request, checks)
     training.schedule.step(1)  # before the update: the first step already moves, the last one has min_lr
     lr = training.optimizer.param_groups[0]["lr"]
     problem = policy.problem(step, sums.nonfinite, sums.loss, losses)
     if problem is not None:
         return replace(sums, lr=lr, problem=problem)
-    with timed_span("optimizer"):
-        _, norm, _ = training.optimizer.step()
-        grad_norm = float(norm)
+    _, norm, _ = training.optimizer.step()
+    grad_norm = float(norm)
     if checks.queue is not None:
         checks.queue.check(step)
     if not math.isfinite(grad_norm):  # though that of each rank's share is finite, and the update is done
@@ -131,17 +125,19 @@ def forward_backward(
     training: TrainingModel,
     batches: Iterator[MicroBatch],
     step: int,
-    world: World,
     stop_request: StopRequest,
     checks: StepChecks,
 ) -> StepResult:
     """Compute the gradients of a step without updating the weights; arguments and errors as in `run_step`, but losses
     that are not finite are only told."""
+    world = training.world
     training.ddp_model.zero_grad_buffer()
     training.optimizer.zero_grad()
     feed = _MicroBatchFeed(batches, checks.attention_check)
+    plan_group = world.plan_group(feed.pooled)
+    sharing_ranks = torch.arange(world.size).view(1 if feed.pooled else world.replicas, -1)  # those with the same rows
     if checks.compare_digests:
-        check_digests(world.gather(feed.digests), step, _sharing_ranks(world, feed.pools))
+        check_digests(world.gather(feed.digests), step, sharing_ranks.tolist())
     reports = get_forward_backward_func()(
         forward_step_func=_forward,
         data_iterator=feed,
@@ -154,40 +150,28 @@ def forward_backward(
     loss, counted = (float(sum(float(report[REPORT_KEY][i]) for report in reports)) for i in (0, 1))
     if checks.queue is not None:
         checks.queue.check(step)  # before ranks wait for each other on the host
-    with timed_span("gather"):
-        table = world.gather(
-            [
-                *(loss, counted, *feed.sums.values(), feed.waiting_seconds, *feed.digests),
-                calls_digest(world.plan_group(feed.pools)),
-                *(float(stop_request.reason is not None), gradient_norm(training.ddp_model)),
-            ]
-        )
+    table = world.gather(
+        [
+            *(loss, counted, *feed.sums.values(), feed.waiting_seconds, *feed.digests),
+            *(calls_digest(plan_group), float(stop_request.reason is not None), gradient_norm(training.ddp_model)),
+        ]
+    )
     ranks = dict(zip(_COLUMNS, table.unbind(1), strict=True))
-    check_digests(torch.stack([ranks[name] for name in _DIGESTS], 1), step, _sharing_ranks(world, feed.pools))
-    check_calls(ranks["calls"], step, world, feed.pools)
+    check_digests(torch.stack([ranks[name] for name in _DIGESTS], 1), step, sharing_ranks.tolist())
+    plans = sharing_ranks.view(len(sharing_ranks), -1, world.tp_size).mT.reshape(-1, plan_group.size())
+    check_calls(ranks["calls"], step, plans.tolist())
     nonfinite = nonfinite_ranks(ranks["loss"], "the loss") or nonfinite_ranks(ranks["gradient"], "the gradient's norm")
     if nonfinite is None and checks.attention_check is not None:
-        compare_attention(checks.attention_check, step, world, feed.pools)
+        _compare_attention(world.gather_objects(checks.attention_check.compare(plan_group)), step)
     return _sums(ranks, feed, world, nonfinite)
 
 
-def compare_attention(check: AttentionCheck, step: int, world: World, pools: int) -> None:
-    """Compare after the backward, before the weights are changed; a collective of all ranks.
-
-    Args:
-        check: what it copied in the step.
-        step: number of the step.
-        world: this rank among all.
-        pools: number of pools that the step is on; 0: replicas.
-
-    Raises:
-        CorruptionError: attention is wrong; raised on all ranks, and names layer, rank and queries.
-        PeerError: a rank died or did not answer.
-    """
-    differences = [text for text in world.gather_objects(check.compare(world.plan_group(pools))) if text is not None]
-    if differences:
+def _compare_attention(differences: Sequence[str | None], step: int) -> None:
+    """Raise CorruptionError, before the weights are changed, if a rank's attention differs from the reference."""
+    different = next(filter(None, differences), None)
+    if different is not None:
         raise CorruptionError(
-            f"step {step}: {differences[0]}; the step was not kept, and the same command goes on from the newest "
+            f"step {step}: {different}; the step was not kept, and the same command goes on from the newest "
             "checkpoint; if it happens again on that rank, take its device or machine out"
         )
 
@@ -208,12 +192,6 @@ def nonfinite_ranks(values: Tensor, name: str) -> str | None:
     return f"{name} is {kind} on {name_ranks(bad)} of {len(values)}"
 
 
-def _sharing_ranks(world: World, pools: int) -> list[list[int]]:
-    """Return the ranks that have the same rows: those of each replica, or of the replicas of each pool."""
-    count = world.size // world.replicas * world.replicas_of_plan(pools)
-    return torch.arange(world.size).view(-1, count).tolist()
-
-
 def _sums(ranks: dict[str, Tensor], feed: _MicroBatchFeed, world: World, nonfinite: str | None) -> StepResult:
     """Return the sums of a step from the gathered columns, each fp64 [ranks]."""
 
@@ -224,10 +202,10 @@ def _sums(ranks: dict[str, Tensor], feed: _MicroBatchFeed, world: World, nonfini
     # Tensor-parallel ranks hold the same tokens.
     loss, counted, pairs = (ranks[name][:: world.tp_size] for name in ("loss", "counted", "visible_pairs"))
     figures = {
-        **{name: total(name) for name in ("tokens", "documents", "flat_tokens")},
+        **{name: total(name) for name in ("tokens", "documents")},
         "imbalance": float(pairs.max() / pairs.mean()) if pairs.sum() else 1.0,
         "replica_imbalance": feed.imbalance,
-        "pooled": feed.pools,
+        "pooled": feed.pooled,
         **{name: float(ranks[name].max()) for name in ("planning_seconds", "waiting_seconds")},
     }
     mean = float(loss.sum() / counted.sum().clamp(min=1))
@@ -239,7 +217,7 @@ class _MicroBatchFeed:
 
     Attributes:
         micro_batches: their number on this replica.
-        pools: number of pools on which the ranks of several replicas compute them together.
+        pooled: True if the ranks of all replicas compute them together.
         digests: digests of their documents and contents, by the order of _DIGESTS.
         imbalance, state: those of their global batch.
         sums: sums of _SUMMED_FIELDS, by name.
@@ -251,7 +229,7 @@ class _MicroBatchFeed:
         self.sums, self.waiting_seconds = dict.fromkeys(_SUMMED_FIELDS, 0.0), 0.0
         first = self._take()
         batch, dispatched = first.global_batch, first.global_batch.dispatched
-        self.micro_batches, self.imbalance, self.pools = len(batch.rows), dispatched.imbalance, dispatched.pools
+        self.micro_batches, self.imbalance, self.pooled = len(batch.rows), dispatched.imbalance, dispatched.pooled
         self.digests = list(map(float, (dispatched.digest, batch.content_digest, batch.sample_digest)))
         self.state = first.state
         self._first: MicroBatch | None = first
@@ -279,16 +257,12 @@ class _MicroBatchFeed:
 def _forward(batches: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, Any]:
     """Run Megatron's forward step function."""
     micro = next(batches)
-    batch = micro.batch
-    is_tree = LABEL_ROWS in batch
     output = model(
-        batch["tokens"],
-        batch["position_ids"],
+        micro.batch["tokens"],
+        micro.batch["position_ids"],
         None,
-        labels=None if is_tree else batch["labels"],
+        labels=micro.batch["labels"],
         packed_seq_params=micro.params,
         **micro.params.padding_arguments(model),
     )
-    if is_tree:
-        return output, partial(trajectory_loss_function, batch, model)
-    return output, partial(loss_function, batch["loss_mask"])
+    return output, partial(loss_function, micro.batch["loss_mask"])

@@ -19,7 +19,7 @@ from mindspeed_cp.comm import open_directional_groups
 from mindspeed_cp.comm.directional_groups import PAIR_BUFFER_VARIABLE
 from mindspeed_cp.comm.groups import process_group_options
 from mindspeed_cp.config.data import POOL
-from mindspeed_cp.config.pool import Subpools, pool_topology, subpools_of
+from mindspeed_cp.config.pool import pool_topology
 from mindspeed_cp.config.rules import data_parallel_size
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.device.open_files import check_open_files
@@ -33,7 +33,6 @@ from mindspeed_cp.device.select import (
 )
 from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.megatron import megatron_imports, megatron_on
-from mindspeed_cp.megatron.adaptors.pool_groups import PoolGroups
 from mindspeed_cp.megatron.patches.swap import replaced
 from mindspeed_cp.ops.attention.backends import check_npu_profile
 from mindspeed_cp.ops.host_memory import keep_freed_memory
@@ -55,6 +54,7 @@ class World:
     """One rank among all ranks.
 
     Attributes:
+        settings: settings of the run.
         rank, size: its number, and the number of all ranks.
         device: its device.
         replicas, replica: number of data-parallel replicas, and its replica.
@@ -62,12 +62,11 @@ class World:
         tp_size: number of tensor-parallel ranks; ranks with the same rank // tp_size hold the same tokens.
         pool: context-parallel ranks of all replicas, numbered replica by replica, which may share plans; None without
             data.balance: pool.
-        subpools: equal pools into which it may be divided; None: it has at most data.pool_ranks ranks.
-        pool_groups: process groups of this rank's pool of these; None without them.
         store: the key-value store through which the ranks found each other.
         timeout_seconds: how long a rank waits for another.
     """
 
+    settings: Settings
     rank: int
     size: int
     device: torch.device
@@ -79,33 +78,17 @@ class World:
     store: dist.Store
     timeout_seconds: float
     pool: Topology | None = None
-    subpools: Subpools | None = None
-    pool_groups: PoolGroups | None = None
 
-    def replicas_of_plan(self, pools: int) -> int:
-        """Return the number of consecutive replicas that share plans in a step on so many pools; 0 pools: 1."""
-        return self.replicas // pools if pools else 1
+    def plan_ranks(self, pooled: bool) -> tuple[Topology, int]:
+        """Return the ranks of a step's plans, on the pool or on replicas, and the number of this one among them."""
+        if not pooled:
+            return self.settings.context_parallel_suite.topology, self.cp_rank
+        assert self.pool is not None
+        return self.pool, self.replica * self.cp_size + self.cp_rank
 
-    def plan_rank(self, pools: int) -> int:
-        """Return the number of this rank in its plans, those of a step on so many pools."""
-        return self.replica % self.replicas_of_plan(pools) * self.cp_size + self.cp_rank
-
-    def pool_topology(self, pools: int) -> Topology:
-        """Return the ranks of a plan of a step on so many pools, 1 or more."""
-        topology = self.pool if pools == 1 or self.subpools is None else self.subpools.topology
-        assert topology is not None
-        return topology
-
-    def groups_of_pool(self, pools: int) -> PoolGroups | None:
-        """Return the process groups of this rank's pool of several; None where Megatron has those of the plans."""
-        return self.pool_groups if pools > 1 else None
-
-    def plan_group(self, pools: int) -> dist.ProcessGroup:
-        """Return the ranks of a plan of a step on so many pools; 0: the context-parallel ranks of this replica."""
-        groups = self.groups_of_pool(pools)
-        if groups is not None:
-            return groups.plan
-        if pools:
+    def plan_group(self, pooled: bool) -> dist.ProcessGroup:
+        """Return the process group of the ranks of the plans of a step, on the pool or on replicas."""
+        if pooled:
             return parallel_state.get_data_parallel_group(with_context_parallel=True)
         return parallel_state.get_context_parallel_group()
 
@@ -166,10 +149,9 @@ def join_ranks(
     train, suite = settings.train, settings.context_parallel_suite
     replicas = data_parallel_size(settings, size)
     check_nodes(settings, local_size, size)
-    pool = subpools = pool_groups = None
+    pool = None
     if settings.data.balance == POOL:
         pool = pool_topology(suite, replicas, min(local_size, size), train.tensor_model_parallel_size)
-        subpools = subpools_of(suite, replicas, pool, settings.data.pool_ranks)
     check_open_files(size)
     if train.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when a GPU is opened; else cuBLAS refuses
@@ -201,12 +183,10 @@ def join_ranks(
                 expert_model_parallel_size=train.expert_model_parallel_size,
                 expert_tensor_parallel_size=EXPERT_TENSOR_PARALLEL if settings.model.num_moe_experts else None,
             )
-            if subpools is not None:
-                tensor = train.tensor_model_parallel_size
-                pool_groups = open_pool_groups(rank, size, subpools.count, tensor, train.sequence_parallel)
         if device.type != "cpu" and cp > 1 and suite.uses_directional_groups:
             open_directional_groups(parallel_state.get_context_parallel_group(), device, timeout)
         yield World(
+            settings=settings,
             rank=rank,
             size=size,
             device=device,
@@ -218,8 +198,6 @@ def join_ranks(
             store=store,
             timeout_seconds=suite.timeout_seconds,
             pool=pool,
-            subpools=subpools,
-            pool_groups=pool_groups,
         )
 
 
@@ -331,31 +309,6 @@ def megatron_groups_with(timeout: timedelta, library: str, options: Mapping[str,
 
     with replaced(parallel_state, "create_group", create_with_options):
         yield
-
-
-def open_pool_groups(rank: int, size: int, pools: int, tensor: int, moves_shares: bool) -> PoolGroups:
-    """Make the groups of all pools, and return those of this rank; all ranks call it, within `megatron_groups_with`.
-
-    Args:
-        rank, size: this rank, and the number of all ranks.
-        pools: number of pools, of consecutive ranks each.
-        tensor: tensor-parallel ranks, which are consecutive.
-        moves_shares: hidden states may move between all ranks of a pool (sequence parallelism).
-    """
-    ranks_of_pool = size // pools
-    plan = shares = None
-    for first in range(0, size, ranks_of_pool):
-        ranks = list(range(first, first + ranks_of_pool))
-        for number in range(tensor):
-            group = parallel_state.create_group(ranks[number::tensor], group_desc="POOL_GROUP")
-            if rank in ranks[number::tensor]:
-                plan = group
-        if moves_shares:
-            group = parallel_state.create_group(ranks, group_desc="TENSOR_AND_POOL_GROUP")
-            if rank in ranks:
-                shares = group
-    assert plan is not None
-    return PoolGroups(plan, shares)
 
 
 def pick_device(name: str, local_rank: int, local_ranks: int) -> torch.device:

@@ -9,7 +9,7 @@ import pytest
 
 from mindspeed_cp import Topology
 from mindspeed_cp.config.derived import training_plan_options
-from mindspeed_cp.config.pool import Subpools, pool_topology, replicas_of_pool, subpools_of
+from mindspeed_cp.config.pool import pool_topology
 from mindspeed_cp.config.rules import data_parallel_size
 from mindspeed_cp.config.settings import Settings, load_settings
 from mindspeed_cp.errors import ConfigError
@@ -83,50 +83,6 @@ def test_machines_that_hold_no_equal_numbers_of_replicas_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=says):
         of_pool(pool(*overrides), replicas, local_ranks)
-
-
-def subpools(limit: int, replicas: int, local_ranks: int, *overrides: str) -> Subpools | None:
-    suite = pool("train.data_parallel_size=null", *overrides).context_parallel_suite
-    return subpools_of(suite, replicas, pool_topology(suite, replicas, local_ranks, 1), limit)
-
-
-def test_a_pool_of_more_ranks_than_the_limit_is_divided_into_the_fewest_equal_pools() -> None:
-    """Of 2 ranks a replica, 4 or 8 on each machine."""
-    assert subpools(1024, 512, 8) is None, "1,024 ranks are one pool"
-    assert subpools(1024, 2048, 8) == Subpools(4, Topology(128, 8))
-    assert subpools(1024, 528, 8) == Subpools(2, Topology(66, 8)), "1,056 ranks"
-    assert subpools(1024, 513, 6) == Subpools(3, Topology(57, 6)), "1,026 ranks"
-    assert subpools(4, 4, 8) == Subpools(2, Topology(1, 4)), "two pools on a machine"
-    assert subpools(7, 8, 4) == Subpools(4, Topology(1, 4)), "a pool has no part of a machine"
-    assert subpools(8, 4, 4, "context_parallel_suite.nodes=2") is None
-    assert subpools(4, 4, 4, "context_parallel_suite.nodes=2") == Subpools(2, Topology(4, 1)), "2 nodes of one rank"
-    assert replicas_of_pool(2048, 1, 1024) == 1, "without replicas there is no pool"
-
-
-@pytest.mark.parametrize(
-    ("limit", "replicas", "local_ranks", "says"),
-    [
-        (2, 4, 8, "must be 4 or more with 4 replicas of context_parallel_size 2, .* or use another number of replicas"),
-        (1024, 521, 1042, "must be 1042 or more with 521 replicas of context_parallel_size 2, "),
-        (20, 55, 22, "must be 22 or more with .* whole nodes of 22 ranks or equally many on a node; or use"),
-    ],
-)
-def test_ranks_that_do_not_divide_into_pools_are_refused(
-    limit: int, replicas: int, local_ranks: int, says: str
-) -> None:
-    with pytest.raises(ConfigError, match=says) as caught:
-        subpools(limit, replicas, local_ranks)
-    assert str(caught.value).startswith(f"data.pool_ranks = {limit}: ") and "\n" not in str(caught.value)
-    least = int(str(caught.value).split("must be ")[1].split()[0])
-    assert (pools := subpools(least, replicas, local_ranks)) is None or pools.topology.ranks == least
-
-
-def test_pools_that_do_not_fit_are_refused_when_the_settings_are_read() -> None:
-    with pytest.raises(ConfigError, match=r"data\.pool_ranks = 2: must be 4 or more with"):
-        pool("data.pool_ranks=2")
-    with pytest.raises(ConfigError, match=r"data\.pool_ranks = 64: has an effect only with balance: pool; remove it"):
-        pool("data.pool_ranks=64", "data.balance=time")
-    assert pool("data.pool_ranks=64").data.pool_ranks == 64
 
 
 def test_a_given_number_of_replicas_must_be_that_of_the_ranks() -> None:

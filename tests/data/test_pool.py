@@ -1,4 +1,4 @@
-"""The choice between replicas and pools of their ranks: which pool gets which documents, and when a step is on them."""
+"""The choice between replicas and one pool of their ranks, and which documents are in which of its micro-batches."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from mindspeed_cp.cluster import LayerCost, load_cluster
 from mindspeed_cp.data import Dispatcher, DocumentCost, PackedStream, PoolModel
 from mindspeed_cp.data.packing import DOC_CHUNK
-from mindspeed_cp.data.pool import assign_to_pools
+from mindspeed_cp.data.pool import pooled_micro_batches
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig, Topology
 from tests.data.corpora import ListCorpus, law
 
@@ -63,17 +62,13 @@ def test_the_faster_one_by_the_model_is_taken() -> None:
         half = np.cumsum(tokens) > tokens.sum() / 2
         groups = [[np.flatnonzero(~half)], [np.flatnonzero(half)]]
         pooled = [np.arange(len(tokens))]
-
-        def documents(numbers: np.ndarray, tokens: np.ndarray = tokens) -> Documents:
-            return Documents(tokens[numbers])
-
-        static = max(model._simulate(documents, group, model.replica) for group in groups)
-        together = model._simulate(documents, pooled, model.pool)
+        static = max(model._simulate(tokens, group, model.replica) for group in groups)
+        together = model._simulate(tokens, pooled, model.pool)
         choice = model.choose(tokens, groups, pooled)
         if max(static, together) > 1.2 * min(static, together):
-            assert choice.pools == (together < static), lengths
+            assert choice.pooled == (together < static), lengths
         assert choice.seconds.shape == (2,) and (choice.seconds > 0).all()
-        if choice.pools:
+        if choice.pooled:
             assert choice.seconds[0] == choice.seconds[1]
 
 
@@ -104,9 +99,9 @@ def test_replicas_stay_where_both_are_equally_fast(monkeypatch: pytest.MonkeyPat
     for name in ("_estimate", "_simulate"):
         monkeypatch.setattr(PoolModel, name, lambda self, lengths, groups, topology: seconds[topology.ranks])
     groups = [[np.array([0])], [np.array([1])]]
-    assert not pool_model().choose(np.array([8, 8]), groups, [np.arange(2)]).pools
+    assert not pool_model().choose(np.array([8, 8]), groups, [np.arange(2)]).pooled
     seconds[RANKS * REPLICAS] = 0.99
-    assert pool_model().choose(np.array([8, 8]), groups, [np.arange(2)]).pools == 1
+    assert pool_model().choose(np.array([8, 8]), groups, [np.arange(2)]).pooled
 
 
 def test_one_replica_has_no_pool() -> None:
@@ -124,148 +119,50 @@ def test_of_ways_that_cannot_be_planned_the_other_is_taken() -> None:
     """A document longer than all ranks of a replica may hold is within what the pool holds."""
     lengths, model = np.array([4096, 64]), pool_model(max_seqlen_per_dp_cp_rank=600)
     choice = model.choose(lengths, [[np.array([0])], [np.array([1])]], [np.arange(2)])
-    assert choice.pools == 1 and np.isfinite(choice.seconds).all()
+    assert choice.pooled and np.isfinite(choice.seconds).all()
     groups = [[np.array([1]), np.array([2])], [np.array([3])]]  # together they are more than the pool may hold
     choice = model.choose(np.array([0, 2300, 2300, 2300]), groups, [np.arange(1, 4)])
-    assert choice.pools == 0 and np.isfinite(choice.seconds).all()
-
-
-# several pools
-
-FOUR = 4  # replicas
-
-
-def dispatcher_of_pools(pools: int = 2, **more: Any) -> Dispatcher:
-    """4 replicas of 4 ranks, in so many pools."""
-    topologies = Topology(1, RANKS, "a3"), Topology(1, RANKS * FOUR, "a3")
-    subpool = Topology(1, RANKS * FOUR // pools, "a3")
-    model = PoolModel(*topologies, ATTENTION, LAYER, layers=2, subpool=subpool if pools > 1 else None)
-    return replace(dispatcher(FOUR), pool=model, **more)
-
-
-def members(lengths: Sequence[int], pools: int, **more: Any) -> list[list[list[int]]]:
-    """Micro-batches of each pool; the work of a document is its square."""
-    tokens = np.array(lengths, np.int64)
-    assigned = assign_to_pools(tokens, tokens.astype(float) ** 2, pools, FOUR, context=100, **more)
-    return [[numbers.tolist() for numbers in assigned.rows(pool)] for pool in range(pools)]
-
-
-def test_pools_get_equal_work_not_equal_tokens() -> None:
-    assert sorted(members([80, 40, 40, 40, 40], 2)) == [[[0]], [[1, 2, 3, 4]]]
-
-
-def test_fewer_documents_than_pools_leave_pools_empty() -> None:
-    assert members([50], 2) == [[[0]], []] and members([], 4) == [[], [], [], []]
-
-
-def test_no_pool_is_empty_where_every_replica_has_a_row() -> None:
-    """However long one document is: experts, and the schedule of stages, need work on every rank."""
-    of_rows = np.array([0, 1, 2, 3])
-    assert all(members([100, 1, 1, 1], 4, rows=of_rows)) and all(members([100, 1, 1, 1], 2, rows=of_rows))
-
-
-def test_equal_counts_give_every_pool_as_many_micro_batches() -> None:
-    """A pool of one replica has room for 100 tokens: 100 of one document, or 11 of 20."""
-    lengths, of_rows = [100, *[20] * 12], np.array([0, *[1] * 5, *[2] * 5, *[3] * 2])
-    per_row = assign_to_pools(
-        np.array(lengths), np.array([1e6, *[1.0] * 12]), 4, FOUR, context=100, rows=of_rows, equal_counts=True
-    )
-    assert set(per_row.counts) == {1}
-    three = assign_to_pools(
-        np.array(lengths * 2),
-        np.array([1e6, *[1.0] * 12] * 2),
-        2,
-        FOUR,
-        context=100,
-        rows=np.concatenate([of_rows, of_rows + 4]),
-        equal_counts=True,
-    )
-    assert len(set(three.counts)) == 1
-    with pytest.raises(ConfigError, match="equal_counts"):
-        assign_to_pools(np.array([50]), np.array([1.0]), 2, FOUR, context=100, equal_counts=True)
+    assert not choice.pooled and np.isfinite(choice.seconds).all()
 
 
 @law
 @given(
     st.lists(st.lists(st.integers(1, 8), min_size=1, max_size=6), min_size=4, max_size=8).filter(
         lambda x: len(x) % 4 == 0
-    ),
-    st.sampled_from([1, 2, 4]),
+    )
 )
-def test_every_document_is_in_one_micro_batch_of_one_pool(lengths: list[list[int]], pools: int) -> None:
+def test_every_document_is_in_one_micro_batch_of_the_pool(lengths: list[list[int]]) -> None:
+    """Which has room for the tokens of all four replicas."""
     tokens = np.array([length for row in lengths for length in row])
     of_rows = np.repeat(np.arange(len(lengths)), [len(row) for row in lengths])
-    work = tokens.astype(float) ** 2
-    assigned = assign_to_pools(tokens, work, pools, FOUR, context=48, rows=of_rows)
-    of_pools = [assigned.rows(pool) for pool in range(pools)]
-    micro_batches = [numbers for rows_of_pool in of_pools for numbers in rows_of_pool]
+    micro_batches = pooled_micro_batches(tokens, tokens.astype(float) ** 2, 4, context=48, rows=of_rows)
     assert sorted(np.concatenate(micro_batches).tolist()) == list(range(len(tokens)))
-    assert max(int(tokens[numbers].sum()) for numbers in micro_batches) <= 48 * FOUR // pools
-    if pools == 1:
-        assert len(micro_batches) <= len(lengths) // FOUR
-    loads = [sum(work[numbers].sum() for numbers in pool) for pool in of_pools]
-    assert max(loads) - min(loads) <= work.max() and all(loads)
-    assert assigned.seconds * FOUR / pools == pytest.approx(np.array(loads))
-
-
-def test_replicas_of_a_pool_have_its_micro_batches() -> None:
-    batch = dispatcher_of_pools()(rows([4096], [4096], [64] * 60, [64] * 60))
-    assert batch.pools == 2 and batch.pooled
-    first, second = batch.micro_batches[0][0], batch.micro_batches[2][0]
-    assert all(np.array_equal(batch.micro_batches[i][0], first) for i in (0, 1))
-    assert all(np.array_equal(batch.micro_batches[i][0], second) for i in (2, 3))
-    assert sorted([*first, *second]) == list(range(122)) and len({0, 1} & set(first.tolist())) == 1
-    assert batch.imbalance == pytest.approx(1, abs=1e-3)
-    digests = {replace(batch, pools=pools).digest for pools in (0, 1, 2)}
-    assert len(digests) == 3
-
-
-def test_one_pool_is_compared_where_a_document_exceeds_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And is taken: two pools last as long as the document on half of the ranks."""
-    estimated: list[tuple[int, int]] = []
-    estimate = PoolModel._estimate
-
-    def counted(self: PoolModel, documents: Any, groups: Any, topology: Topology) -> float:
-        estimated.append((topology.ranks, sum(map(len, groups))))
-        return estimate(self, documents, groups, topology)
-
-    monkeypatch.setattr(PoolModel, "_estimate", counted)
-    giant = dispatcher_of_pools(context=65536)(rows([65536], [64] * 4, [64] * 4, [64] * 4))
-    assert giant.pools == 1 and giant.imbalance == 1.0
-    assert [ranks for ranks, _ in estimated[:2]] == [2 * RANKS, 4 * RANKS] and estimated[1] == (4 * RANKS, 13)
-    assert estimated[2] == (RANKS, 1), "the slowest replica; the others do not matter"
-    estimated.clear()
-    even = dispatcher_of_pools()(rows([4096], [4096], [64] * 60, [64] * 60))
-    assert even.pools == 2 and 4 * RANKS not in [ranks for ranks, _ in estimated]
+    assert max(int(tokens[numbers].sum()) for numbers in micro_batches) <= 48 * 4
+    assert len(micro_batches) <= len(lengths) // 4
 
 
 def test_replicas_win_where_they_are_even() -> None:
-    batch = dispatcher_of_pools()(rows(*[[1024] * 4] * 4))
-    assert batch.pools == 0 and not batch.pooled and len(batch.seconds) == 4
+    batch = dispatcher(4)(rows(*[[1024] * 4] * 4))
+    assert not batch.pooled and len(batch.seconds) == 4
     assert (batch.seconds > 0).all() and len(batch.micro_batches) == 4
 
 
 def test_seconds_are_those_of_their_replica(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replicas are compared slowest first."""
-    monkeypatch.setattr(PoolModel, "_estimate", lambda self, given, groups, topology: float(len(groups[0])))
-    monkeypatch.setattr(PoolModel, "_simulate", lambda self, given, groups, topology: float(topology.ranks))
-    batch = dispatcher_of_pools(1)(rows([4096], [1024] * 4, [2048] * 2, [512] * 8))
-    assert batch.pools == 0
+    monkeypatch.setattr(PoolModel, "_estimate", lambda self, lengths, groups, topology: float(len(groups[0])))
+    monkeypatch.setattr(PoolModel, "_simulate", lambda self, lengths, groups, topology: float(topology.ranks))
+    batch = dispatcher(4)(rows([4096], [1024] * 4, [2048] * 2, [512] * 8))
+    assert not batch.pooled
     assert batch.seconds.tolist() == [len(groups[0]) for groups in batch.micro_batches]
 
 
-@pytest.mark.parametrize(
-    ("lengths", "pools", "indices"), [([4095, *[63] * 184], 1, [0] * 4), ([4095, 4095, *[63] * 120], 2, [0, 0, 2, 2])]
-)
-def test_replicas_of_a_pool_read_the_same_rows(lengths: list[int], pools: int, indices: list[int]) -> None:
-    corpus = ListCorpus(lengths)
-    streams = [PackedStream(corpus, CONTEXT, 1, replica, FOUR) for replica in range(FOUR)]
-    batches = [stream.next_batch(FOUR, dispatcher_of_pools(pools)) for stream in streams]
-    assert {batch.dispatched.pools for batch in batches} == {pools}
-    assert [batch.rows[0].index for batch in batches] == indices, "dropout differs between pools"
-    for index in {*indices}:
-        of_pool = [batch for batch, own in zip(batches, indices, strict=True) if own == index]
-        assert len({batch.content_digest for batch in of_pool}) == 1
-        assert all(np.array_equal(batch.rows[0].tokens, of_pool[0].rows[0].tokens) for batch in of_pool)
-    assert len({batch.content_digest for batch in batches}) == pools
-    assert len({str(stream.state_dict()) for stream in streams}) == 1
+def test_replicas_of_the_pool_read_the_same_rows() -> None:
+    corpus = ListCorpus([4095, *[63] * 184])
+    streams = [PackedStream(corpus, CONTEXT, 1, replica, 4) for replica in range(4)]
+    batches = [stream.next_batch(4, dispatcher(4)) for stream in streams]
+    assert all(batch.dispatched.pooled for batch in batches)
+    assert {batch.rows[0].index for batch in batches} == {0}, "by which weights are dropped"
+    assert all(np.array_equal(batch.rows[0].tokens, batches[0].rows[0].tokens) for batch in batches)
+    assert (
+        len({batch.content_digest for batch in batches}) == len({str(stream.state_dict()) for stream in streams}) == 1
+    )

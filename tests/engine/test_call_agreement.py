@@ -193,7 +193,7 @@ def waits_of_announced_calls(rank: int, group: Any) -> list[bool]:
     for number in range(3):
         if number == 0:
             comparison.announce([plan])
-        with patch.object(agreement, "timed_span", wraps=agreement.timed_span) as spans:
+        with patch.object(agreement, "profile_range", wraps=agreement.profile_range) as spans:
             comparison.check(plan, torch.float32)
         waits.append(spans.called)
     return waits

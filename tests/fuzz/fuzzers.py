@@ -28,17 +28,10 @@ from mindspeed_cp.data import PackedStream, check_learnable, open_corpus
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig, Plan, Topology, verify_plan
-from mindspeed_cp.report.step_trace import (
-    compare_with_prediction,
-    predicted_vs_measured_dict,
-    predicted_vs_measured_tables,
-    trace_path,
-)
 from mindspeed_cp.train import launch
 from mindspeed_cp.train.checkpoint import checkpoints_to_resume
 from mindspeed_cp.train.identity import changed_settings
 from mindspeed_cp.train.run_files import read_metrics
-from tests.cli.test_report import leave
 from tests.fuzz import mutations
 from tests.train.bookkeeping import with_checkpoint
 
@@ -172,19 +165,6 @@ def changed(generator: random.Random, array: np.ndarray) -> np.ndarray:
     return array
 
 
-def traces(generator: random.Random, folder: Path) -> None:
-    """A trace of a step, which is damaged."""
-    path = trace_path(folder, 3)
-    if not path.exists():
-        leave(folder, 3)
-    whole = path.read_text()
-    path.write_bytes(mutations.text(generator, whole).encode("utf-8", "replace"))
-    try:
-        predicted_vs_measured_tables(predicted_vs_measured_dict(compare_with_prediction(folder)))
-    finally:
-        path.write_text(whole)
-
-
 def checkpoints(generator: random.Random, folder: Path) -> None:
     """run.json, digests.json, latest and the other files that a resumed run reads."""
     corpus = folder / "corpus.jsonl"
@@ -239,7 +219,6 @@ def corpora(generator: random.Random, folder: Path) -> None:
 OPTIONS = {
     "plan": ("--lengths", "--kv-lengths", "--mask", "--ranks", "--nodes", "--ranks-per-node", "--algorithm", "--heads", "--set", "--verify", "--json"),
     "simulate": ("--lengths", "--cluster", "--nodes", "--ranks-per-node", "--tokens-per-rank", "--batches", "--algorithms", "--sharing", "--show", "--json"),
-    "report": ("--step", "--cluster", "--json", "--trace"),
     "train": ("--nproc", "--set", "--resume", "--no-resume", "--json"),
     "doctor": ("--link-seconds",),
     "calibrate": ("--nproc", "--base", "--dtype", "--longest", "--heads"),
@@ -251,7 +230,7 @@ WORDS = (
 
 def arguments(generator: random.Random, folder: Path) -> None:
     """A command line; the code is that of bad input or of success, with one line for bad input."""
-    command = generator.choice(("plan", "plan", "simulate", "train", "report", "doctor", "calibrate"))
+    command = generator.choice(("plan", "plan", "simulate", "train", "doctor", "calibrate"))
     given = [command]
     if command == "plan":
         given += ["--lengths", "700,30,410"] * (generator.random() < 0.7)
@@ -259,7 +238,7 @@ def arguments(generator: random.Random, folder: Path) -> None:
         given += ["--lengths", "700,30", "--nodes", "1", "--ranks-per-node", "2", "--algorithms", "ring"]
     if command == "train":
         given += ["--set", f"output.folder={folder / 'run'}", "--set", f"data.corpus={CONFIGS[0].parent / 'launch'}"]
-    if command in ("report", "calibrate"):
+    if command == "calibrate":
         given.append(str(folder / "none" / "x.yaml"))  # its folder is missing: nothing is measured
     if command == "doctor":
         given += ["--device", generator.choice(mutations.TEXTS).replace("\0", "") + "?"]
@@ -283,5 +262,5 @@ def arguments(generator: random.Random, folder: Path) -> None:
 
 #: How many of 100,000 inputs are of each kind.
 FUZZERS: dict[Callable[[random.Random, Path], None], int] = {
-    settings: 30_000, lengths: 20_000, commands: 5_000, plans: 5_000, traces: 10_000, checkpoints: 10_000, corpora: 15_000, arguments: 5_000,
+    settings: 30_000, lengths: 20_000, commands: 5_000, plans: 5_000, checkpoints: 20_000, corpora: 15_000, arguments: 5_000,
 }  # fmt: skip

@@ -71,9 +71,9 @@ def train_with_a_fault(settings: str, fault: str) -> dict[str, Any] | str:
         last = training.model.decoder.layers[-1].mlp
 
         def spoil(module: Any, inputs: Any, output: Any) -> Any:
-            if len(steps) == 4 and fault == "forward" and arguments[1].rank == 1:
+            if len(steps) == 4 and fault == "forward" and arguments[0].rank == 1:
                 return output[0] * math.nan, output[1]
-            if len(steps) == 4 and fault == "backward" and arguments[1].rank == 1:
+            if len(steps) == 4 and fault == "backward" and arguments[0].rank == 1:
                 output[0].register_hook(lambda gradient: gradient * math.nan)
             return output
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
@@ -39,33 +37,15 @@ def test_other_documents_are_told_first() -> None:
     assert told(0, 2, 3).startswith("step 12: ranks 2, 3 have assigned documents to replicas differently")
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """What the check needs of a world."""
-
-    replicas: int
-    cp_size: int
-    tp_size: int
-
-    @property
-    def size(self) -> int:
-        return self.replicas * self.cp_size * self.tp_size
-
-    def replicas_of_plan(self, pools: int) -> int:
-        return self.replicas // pools if pools else 1
-
-
-def calls_told(digests: list[float], ranks: Ranks) -> str:
+def calls_told(digests: list[float], plans: list[list[int]]) -> str:
     with pytest.raises(ConfigError) as caught:
-        check_calls(torch.tensor(digests), 12, ranks)  # type: ignore[arg-type]
+        check_calls(torch.tensor(digests), 12, plans)
     return str(caught.value)
 
 
-def test_calls_are_compared_in_each_context_parallel_group() -> None:
-    check_calls(torch.tensor([4.0, 4, 4, 7, 7, 7]), 12, Ranks(2, 3, 1))  # type: ignore[arg-type]
-    check_calls(torch.tensor([4.0, 5, 4, 5, 7, 8, 7, 8]), 12, Ranks(2, 2, 2))  # type: ignore[arg-type]
-    check_calls(torch.tensor([4.0, 4, 5, 5]), 12, Ranks(4, 1, 1), 2)  # type: ignore[arg-type]
-    text = calls_told([4.0, 4, 4, 7, 8, 7], Ranks(2, 3, 1))
+def test_calls_are_compared_among_the_ranks_of_each_plan() -> None:
+    check_calls(torch.tensor([4.0, 4, 4, 7, 7, 7]), 12, [[0, 1, 2], [3, 4, 5]])
+    text = calls_told([4.0, 4, 4, 7, 8, 7], [[0, 1, 2], [3, 4, 5]])
     assert text.startswith("step 12: rank 4 called attention differently") and "from the other ranks of 6" in text
-    text = calls_told([4.0, 5, 4, 5, 7, 8, 7, 9], Ranks(2, 2, 2))
+    text = calls_told([4.0, 5, 4, 5, 7, 8, 7, 9], [[0, 2], [1, 3], [4, 6], [5, 7]])
     assert text.startswith("step 12: ranks 5, 7 called attention differently") and "any of them may be wrong" in text

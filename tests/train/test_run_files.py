@@ -45,7 +45,7 @@ def writer(tmp_path: Path, step: int = 0, **output: Any) -> RunWriter:
 
 def result(loss: float, **more: Any) -> StepResult:
     names = (
-        "tokens", "documents", "flat_tokens", "imbalance", "replica_imbalance", "pooled", "planning_seconds", "waiting_seconds",
+        "tokens", "documents", "imbalance", "replica_imbalance", "pooled", "planning_seconds", "waiting_seconds",
     )  # fmt: skip
     figures = dict.fromkeys(names, 1)
     return StepResult(loss, figures, False, {}, lr=0.1, **more)

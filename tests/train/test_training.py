@@ -228,3 +228,11 @@ def test_a_comparison_of_algorithms_leaves_the_training_as_it_is(
     )
     again = fresh_ranks.run(2, train_here, longer.model_dump_json())
     assert again[0]["summary"]["comparison"] is None, "a run that goes on does not compare again"
+
+
+def test_named_steps_leave_a_trace_of_each_rank(fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"train__train_iters": 2, "train__lr_warmup_iters": 0, "output__trace_steps": [2]}
+    fresh_ranks.run(2, train_here, tiny(corpus, tmp_path, **changes).model_dump_json())
+    traces = sorted((tmp_path / "trace").iterdir())
+    assert [path.name for path in traces] == ["step-0000002-rank-0.json", "step-0000002-rank-1.json"]
+    assert all(json.loads(path.read_text())["traceEvents"] for path in traces)

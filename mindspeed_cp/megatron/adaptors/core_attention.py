@@ -185,11 +185,9 @@ class PlannedAttention(MegatronModule):
 
     def group_of(self, params: PlannedBatchParams) -> dist.ProcessGroup:
         """Return the ranks of a micro-batch's plan: the context-parallel ones, or for a pooled plan those of all
-        data-parallel replicas, or of its pool of some."""
+        data-parallel replicas."""
         if not params.pooled:
             return self.cp_group
-        if params.pool_groups is not None:
-            return params.pool_groups.plan
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
     def check_installed(self) -> None:

@@ -107,9 +107,6 @@ class HiddenMove:
         group = self._tp_cp or parallel_state.get_tensor_and_context_parallel_group()
         if params.pooled:
             group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-            if params.pool_groups is not None:
-                assert params.pool_groups.tensor is not None
-                group = params.pool_groups.tensor
         rank = params.rank * shares + self._core.tp_group.rank()
         if (dist.get_world_size(group), dist.get_rank(group)) != (plan_group.size() * shares, rank):
             raise ConfigError(

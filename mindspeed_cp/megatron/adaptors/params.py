@@ -18,7 +18,6 @@ from mindspeed_cp.engine.agreement import CallAgreement
 from mindspeed_cp.engine.attention_check import AttentionCheck
 from mindspeed_cp.layout import Layout, padding_rows
 from mindspeed_cp.megatron.adaptors.attentions import computes_the_same
-from mindspeed_cp.megatron.adaptors.pool_groups import PoolGroups
 
 
 class RotaryTripwire:
@@ -50,7 +49,6 @@ class PlannedBatchParams(PackedSeqParams):
         rank: context-parallel rank of the rows; of a pooled plan, the rank in the pool.
         pooled: the plan is over the pool: the context-parallel ranks of all data-parallel replicas, replica by replica,
             which all hold a part of the same micro-batch.
-        pool_groups: groups of a pool of some of these replicas; None: of all.
         batch_size: b of "sbhd"; 1 for "thd".
         rows_multiple: divisor of this rank's rows with padding.
         dropout_seed: seed of this micro-batch; with the number of a layer it decides which attention weights are
@@ -73,7 +71,6 @@ class PlannedBatchParams(PackedSeqParams):
     rows_multiple: int = 1
     dropout_seed: int | None = None
     mrope_positions: Tensor | None = field(default=None, repr=False, compare=False)
-    pool_groups: PoolGroups | None = field(default=None, repr=False, compare=False)
     batch_digest: int | None = None
     attention_check: AttentionCheck | None = field(default=None, repr=False, compare=False)
     token_indices: dict[torch.device, Tensor] = field(default_factory=dict, repr=False, compare=False)

@@ -115,7 +115,7 @@ def pooled_batch(
     replicas.sort(key=lambda rows: -int((tokens[rows[0]] ** 2).sum()))  # the one that may be the slowest first
 
     def choose() -> bool:
-        return bool(model.choose(tokens, replicas, [np.arange(len(tokens))]).pools)
+        return bool(model.choose(tokens, replicas, [np.arange(len(tokens))]).pooled)
 
     if not _all_agree(choose()):
         return None
