@@ -162,7 +162,7 @@ def check(program: Program, rank: int, lowering, limits: CallLimits) -> None:
             check_rules(call, limits)
             q, k, distance = expanded(call)
             np.add.at(count, (q, k), 1)
-            if attention.slopes is not None and attention.visible_range != (0, 0):
+            if attention.slopes is not None and call.layout == "TND":
                 assert call.start_idx is not None and (distance == np.abs(away[q, k])).all()
                 assert limits.share_calls or call.bias_shift is None
             else:
@@ -196,12 +196,12 @@ def test_calls_of_any_plan_hold_every_visible_pair_once_and_break_no_rule(data):
     tiles, rows = program.tiles(rank), int(plan.q_layout_compute.token_counts[rank])
     cut = np.where(tiles["mask"] == BAND, tiles["k_rows"], 0)
     too_tall = len(tiles) and max(tiles["q_rows"].max(), cut.max()) > limits.max_rows
-    if too_tall and problem.attention.visible_range != (0, 0):
+    if too_tall:
         with pytest.raises(ConfigError, match="use more context-parallel ranks"):
             lower_to_fused_calls(tiles, rows, problem.attention, limits)
     else:
         check(program, rank, lower_to_fused_calls(tiles, rows, problem.attention, limits), limits)
-    if problem.attention.slopes is None:
+    if problem.attention.slopes is None or problem.attention.visible_range == (0, 0):
         check(program, rank, lower_to_masks(tiles, rows, problem.attention), DEFAULT)
 
 
