@@ -48,6 +48,10 @@ WAYS: dict[str, tuple[Case, dict[str, Any], str]] = {
     "ulysses documents": (
         replace(CASE, algorithm="ulysses"), {"lengths": (30, 120, 7)}, "documents: rank 1 has Documents([30, 120, 7]",
     ),
+    "latents": (
+        replace(CASE, latent=(20, 8)), {"latent": None}, "attention.latent: rank 1 has None; ranks 0, 2 have (20, 8)",
+    ),
+    "parents": (CASE, {"parents": (-1, 0, 0)}, "documents: rank 1 has Documents([30, 7, 120], parents=[-1, 0, 0]"),
     "scale": (CASE, {"scale": 0.5}, "attention.scale: rank 1 has 0.5; ranks 0, 2 have None"),
     "heads": (replace(CASE, kv_heads=2), {"heads": 2}, "attention.heads: rank 1 has 2; ranks 0, 2 have 4"),
     "mask": (CASE, {"mask": "full"}, "attention.mask: rank 1 has 'full'; ranks 0, 2 have 'causal'"),

@@ -3,7 +3,6 @@ attention of expanded keys and values in fp64."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from random import Random
 from typing import Any
@@ -223,24 +222,6 @@ def test_processes_agree_with_fp64(workers) -> None:
         whole[2:] = [x[:, None] for x in whole[2:]]
         for *_, dkv_up in results:
             assert largest_error(case, dict(zip(RESULTS, [*whole, dkv_up], strict=False))) < 1e-5
-
-
-def disagree(rank: int, group: Any) -> str:
-    """What a rank says to a plan without latents that it alone has."""
-    case = RAGGED.on(3, "ring")
-    plan = plan_without(case) if rank == 1 else case.plan()
-    q, shared, latent, _ = case.inputs()
-    leaves = [plan.layout.shard(x, rank) for x in (q, shared[:, 0], latent[:, 0])]
-    try:
-        context_parallel_latent_attention(*leaves, kv_up_of(case), plan, group=group)
-    except ConfigError as error:
-        return str(error)
-    return "attends"
-
-
-def test_latents_on_some_ranks_alone_are_refused(workers) -> None:
-    for text in workers.run(3, disagree):
-        assert re.search(r"attention.latent: rank 1 has None; ranks 0, 2 have \(20, 8\)", text), text
 
 
 @pytest.mark.parametrize(
