@@ -16,7 +16,7 @@ from mindspeed_cp.doctor.machine import requirements
 from mindspeed_cp.errors import OperatorError
 from mindspeed_cp.ops.attention import attention
 from mindspeed_cp.train.failures import FAILED, classify_error
-from tests.host_cann import cann_rules_shapes, task_queue
+from tests.host_cann import cann_rules_attention, task_queue
 from tests.limits import HANG
 from tests.npu.commands import run_commands
 from tests.ports import free_port
@@ -140,7 +140,7 @@ def test_a_rank_that_does_not_answer_in_time_is_named_by_its_peer(tmp_path: Path
 @pytest.mark.ends_queue(2)
 def test_an_operator_that_refuses_a_call_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """As an older CANN refuses wide heads, which the settings do not know."""
-    monkeypatch.setattr(cann_rules_shapes, "MOST_DIM", 512)
+    monkeypatch.setattr(cann_rules_attention, "MOST_DIM", 512)
     x = torch.ones(10, 2, 576, device="npu", dtype=torch.bfloat16)
     with pytest.raises(OperatorError) as caught:
         attention(x, x, x, [0, 10], [0, 10], backend="npu")
