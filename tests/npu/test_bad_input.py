@@ -125,7 +125,7 @@ def test_more_ranks_than_devices(tmp_path: Path) -> None:
     assert "2 ranks on this machine, which has 1 NPUs; start at most 1 ranks on it" in errors
 
 
-@pytest.mark.thorough  # by default tests/npu/test_order.py and tests/engine/test_inputs.py have silent ranks
+@pytest.mark.thorough  # by default tests/npu/test_hccl.py and tests/engine/test_inputs.py have silent ranks
 def test_a_rank_that_does_not_answer_in_time_is_named_by_its_peer(tmp_path: Path) -> None:
     """The line is out before torch_npu's watchdog ends the process, or the watchdog's own message names the peer."""
     (code, errors), _ = start(tmp_path, 2, SLEEPS, IS_LOST=str(tmp_path / "is_lost"))
