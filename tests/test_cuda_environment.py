@@ -17,8 +17,6 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements"
 
-no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-
 
 def pins(name: str) -> dict[str, str]:
     """Packages of one file, without those that it includes."""
@@ -46,31 +44,15 @@ def command_of(*arguments: str) -> list[str]:
     return [sys.executable, *rest]
 
 
-def pytest_run(command: list[str]) -> subprocess.CompletedProcess[str]:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_it_fails_with_one_line() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    return subprocess.run(
-        [*command, "-p", "no:cacheprovider"], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
-
-
-@no_gpu
-@pytest.mark.parametrize("gpus", ["1", pytest.param("2", marks=pytest.mark.thorough)])
-def test_without_a_gpu_it_fails_with_one_line(gpus: str) -> None:
-    done = pytest_run(command_of(f"GPUS={gpus}"))
+    command = [*command_of("GPUS=2"), "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     (line,) = (done.stdout + done.stderr).strip().splitlines()
     why = "torch was built without CUDA" if torch.version.cuda is None else "no device is visible"
-    assert line == f"ERROR: --require-cuda {gpus}: {why}"
-
-
-@no_gpu
-@pytest.mark.thorough  # the skips of the suite itself show it
-def test_without_the_option_they_are_skipped() -> None:
-    command = command_of()
-    index = command.index("--require-cuda")
-    done = pytest_run([*command[:index], *command[index + 2 :], "-q"])
-    assert done.returncode == 0, done.stdout
-    assert re.search(r"^\d+ skipped in ", done.stdout, re.MULTILINE)
+    assert line == f"ERROR: --require-cuda 2: {why}"
 
 
 @pytest.mark.parametrize(
@@ -106,15 +88,6 @@ def test_what_counts_as_a_gpu(
     with pytest.raises(pytest.UsageError) as error:
         pytest_configure(config)
     assert says in str(error.value)
-
-
-@pytest.mark.thorough
-def test_gpu_tests_are_collected_without_scipy() -> None:
-    """Which only tests of the layout need; these say so."""
-    code = "import sys, pytest; sys.modules['scipy'] = None; sys.exit(pytest.main(sys.argv[1:]))"
-    done = pytest_run([sys.executable, "-c", code, "-m", "cuda", "--collect-only", "-q", "tests/layout", "tests/cuda"])
-    assert done.returncode == 0, done.stdout
-    assert "the package scipy is not installed" in done.stdout and "tests/cuda/test_two_gpus.py" in done.stdout
 
 
 def test_the_job_examples_run_what_is_there() -> None:
