@@ -1,4 +1,4 @@
-"""`make test-cuda` without a GPU: what it runs, that it cannot pass by skipping, and its job examples."""
+"""`make test-cuda` without a GPU: what it runs, and that it cannot pass by skipping."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements"
@@ -90,16 +89,6 @@ def test_what_counts_as_a_gpu(
     assert says in str(error.value)
 
 
-def test_the_job_examples_run_what_is_there() -> None:
+def test_the_page_shows_the_same_command() -> None:
     page = (ROOT / "docs" / "gpu.md").read_text("utf-8")
-    (text,) = re.findall(r"^```yaml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    jobs = yaml.safe_load(text)["jobs"]
-    commands = {name: [step["run"] for step in job["steps"] if "run" in step] for name, job in jobs.items()}
-    assert [lines[0] for lines in commands.values()] == ["make test", "make test-cuda GPUS=1", "make test-cuda GPUS=2"]
-    assert {lines[1] for lines in commands.values() if len(lines) > 1} == {
-        ".venv-cuda/bin/mindspeed-cp doctor --device cuda"
-    }
-    assert all(
-        "image" in job["container"] and "--gpus all" in job["container"]["options"] for job in list(jobs.values())[1:]
-    )
     assert " ".join(command_of("GPUS=1")[1:]) in page
