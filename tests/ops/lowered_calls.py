@@ -21,7 +21,6 @@ from mindspeed_cp.ops.attention.npu.fused_operator import DropoutState, FusedArg
 from mindspeed_cp.plan import Plan, Program
 from tests.host_cann import oracle
 from tests.host_cann.cann_calls import AttentionCall, BatchCall, Item, Shaped, UpdateCall
-from tests.host_cann.oracle_ring import call_of as update_call_of
 from tests.ops.npu_oracle import sizes
 from tests.plan.problems import LEFT_AT_DEFAULT
 
@@ -66,7 +65,7 @@ class DescribingOperator:
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
     def update(self, before: tuple[Tensor, Tensor, Tensor], part: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
-        self.calls.append(update_call_of(before, part, None, "SBH", ""))
+        self.calls.append(oracle.update_call_of(before, part))
         return before
 
     def _drop_mask(self, q: Tensor, k: Tensor, arguments: FusedArguments) -> Shaped | None:
