@@ -66,13 +66,13 @@ class CudaFlashAttention(FusedBackend):
     def unsupported_reason(self, attention: AttentionConfig, dtype: torch.dtype) -> str | None:
         """Return what FlashAttention does not support as setting, value and valid values; None if it supports all."""
         if attention.slopes is not None:
-            return "attention.alibi is given; valid for flash attention: False"
+            return f"attention.alibi is given; valid for {self.title}: False"
         if dtype not in self._run.dtypes:
             valid = ", ".join(str(supported)[6:] for supported in self._run.dtypes)
-            return f"dtype is {str(dtype)[6:]}; valid for flash attention: {valid}"
+            return f"dtype is {str(dtype)[6:]}; valid for {self.title}: {valid}"
         width = max(attention.head_dim, attention.head_dim_v)
         if width > self._run.max_head_dim:
-            return f"head_dim is {width}; valid for flash attention: up to {self._run.max_head_dim}"
+            return f"head_dim is {width}; valid for {self.title}: up to {self._run.max_head_dim}"
         return None
 
     def check(self, attention: AttentionConfig, dtype: torch.dtype) -> None:
