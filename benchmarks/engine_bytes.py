@@ -155,11 +155,10 @@ def silent_network() -> Iterator[None]:
 
         return run
 
-    network = in_memory.InMemoryTransport
+    message, network = in_memory.InMemoryPending, in_memory.InMemoryTransport
     with (
-        patch.object(in_memory, "_copy_tensor", quietly(in_memory._copy_tensor)),
+        patch.object(message, "_copy", quietly(message._copy)),
         patch.object(network, "post", quietly(network.post)),
-        patch.object(network, "all_to_all", quietly(network.all_to_all)),
     ):
         yield
 

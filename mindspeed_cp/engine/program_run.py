@@ -139,7 +139,7 @@ class ProgramRun:
         where they belong, if they did not arrive there."""
         if op.reduces:
             for gradient, buffer in zip(self.gradients[op.slot], buffers, strict=True):
-                gradient.add(op.rows, buffer)
+                gradient.add_arrived(op.rows, buffer)
             return
         if not isinstance(op.rows, slice):
             for slot, buffer in zip((self.k[op.slot], self.v[op.slot]), buffers, strict=True):

@@ -99,10 +99,10 @@ def purpose_of_memory() -> str:
                 return "engine"
             if name == "result":
                 return "gradients" if frame.f_locals["dtype"] == torch.float32 else "engine"
-            if name == "_total":
+            if name == "fp32":
                 return "gradients"
         elif file and name not in ("staging_buffer", "<genexpr>"):
-            if folder == "ops":
+            if folder in ("ops", "ascend_kernels"):
                 return "kernel"
             if file == "attention.py":
                 return "redistributed" if takes_rows else "engine"

@@ -55,8 +55,9 @@ class DeviceScatter:
         if self.merges:
             results = tuple(x.float() for x in results)
             self.merge_duplicates(results, _add_each)
+        is_run = isinstance(self.source, slice) and isinstance(self.target, slice)
         for total, part in zip(sums, results, strict=True):
-            if total.has_heads(heads) and adds_in_one_kernel(part):
+            if total.has_heads(heads) and (is_run or adds_in_one_kernel(part)):
                 total.add_part(self.part_rows(len(total)), part)
             else:
                 total.add(self.target, take_rows(part, self.source), heads)
