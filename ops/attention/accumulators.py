@@ -1,9 +1,9 @@
 """Where the results of kernel calls meet: outputs that are merged, gradients that are added.
 
 A result that comes first is kept as it is, in the type of the operator: where one call computes everything, nothing is
-cleared, converted or copied. Further results of kernels in 16 bits wait until there are four, and one kernel brings them
-together: in fp32, rounded once at the end, with the accumulator read and written once instead of four times. Parts in
-fp32, which are as large as the accumulator, and gradients that have arrived, whose buffers a plan counts, do not wait.
+cleared, converted or copied. Further results of kernels in 16 bits wait until there are four, and one kernel brings
+them together: in fp32, rounded once at the end, with the accumulator read and written once instead of four times. Parts
+in fp32, which are as large as the accumulator, and messages, whose buffers a plan counts, do not wait.
 """
 
 from __future__ import annotations
@@ -189,8 +189,8 @@ class GradientAccumulator(_Accumulator):
             add_rows(self.fp32(), rows, part)
 
     def add_part(self, rows: PartRows, part: Tensor) -> None:
-        """Add a part of all heads that a kernel has made, [rows, heads, dim], of any floating type, now or later. It may
-        be kept, and changed."""
+        """Add a part of all heads that a kernel has made, [rows, heads, dim], of any floating type, now or later. It
+        may be kept, and changed."""
         self.parts.append(Part(rows.rows_that_count(part), rows))
         more = self._sum is not None or len(self.parts) > 1
         if len(self.parts) == MAX_PARTS or (more and (part.dtype == torch.float32 or not adds_in_one_kernel(part))):
