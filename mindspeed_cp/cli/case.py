@@ -289,15 +289,11 @@ def _check_size(given: str, lengths: np.ndarray, ranks: int, tokens: int | None 
 
 def _rows(options: SimulateOptions, ranks: int, settings: Settings) -> tuple[tuple[Documents, ...], str]:
     """Return the first rows of a training."""
-    tokens_per_rank = options.tokens_per_rank
-    for option, value, key, setting in (
-        ("--tokens-per-rank", tokens_per_rank, "data.seq_length", (tokens_per_rank or 0) * ranks),
-        ("--seed", options.seed, "train.seed", options.seed),
-    ):
-        if value is not None:
-            raise ConfigError(
-                f"{option} {value}: the rows come from the training; give --set {key}={setting}, or --lengths too"
-            )
+    if options.tokens_per_rank is not None or options.seed is not None:
+        raise ConfigError(
+            "--tokens-per-rank, --seed: the rows come from the training; give --set data.seq_length=... or "
+            "train.seed=..., or --lengths too"
+        )
     batch_size = settings.train.global_batch_size
     count = min(batch_size, MAX_SAMPLE_ROWS) if options.batches is None else options.batches
     rows = tuple(first_rows(settings, count))

@@ -91,12 +91,6 @@ class PlanOptions(CaseOptions):
     kv_lengths: Annotated[
         str | None, typer.Option(help="Cross-attention: lengths of each document's keys; full mask only.")
     ] = None
-    tree: Annotated[
-        Path | None,
-        typer.Option(
-            help="Documents that continue others: a file of lines with lengths and parents, or with trajectories."
-        ),
-    ] = None
     mask: Annotated[str, typer.Option(help="causal or full.")] = "causal"
     algorithm: Annotated[str | None, typer.Option(help="Name, as in the settings; its options are given by --set.")] = (
         None

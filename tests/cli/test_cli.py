@@ -235,7 +235,7 @@ def test_help_of_every_command_cuts_no_name_at_80_columns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    for command in ([], ["train"], ["plan"], ["simulate"], ["report"], ["calibrate"], ["doctor"]):
+    for command in ([], ["train"], ["plan"], ["simulate"], ["calibrate"], ["doctor"]):
         assert run([*command, "--help"]) == 0
         text = capsys.readouterr().out
         assert "Usage: mindspeed-cp" in text and "…" not in text
