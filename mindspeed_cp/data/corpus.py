@@ -208,31 +208,18 @@ def _text_of(line: bytes, where: str) -> bytes:
         raise ConfigError(f"{where}: {problem}; mend the line") from None
 
 
-# Digests of what documents contain: equal lengths do not mean equal documents. A corpus has a few digests, each of
-# consecutive documents, which ranks compare at the start and a resumed run with its checkpoint. Rows are digested, too
-# (:class:`mindspeed_cp.data.stream.ReplicaBatch`).
+# Digests of what documents contain: equal lengths do not mean equal documents. Ranks compare that of the corpus at the
+# start, and a resumed run with its checkpoint. Rows are digested, too (:class:`mindspeed_cp.data.stream.ReplicaBatch`).
 
 DIGEST_BITS = 52  # ranks compare digests as float64, which holds integers of this size exactly
-GROUPS = 16  # digests of a corpus
 
 
-def corpus_digests(corpus: Corpus) -> list[str]:
-    """Return the digests of GROUPS runs of documents, each 16 hexadecimal digits."""
-    documents = len(corpus.lengths)
-    digests = [blake2b(digest_size=8) for _ in range(GROUPS)]
-    for document in range(documents):
-        digest = digests[document * GROUPS // documents]
-        digest.update(document.to_bytes(8, "little") + _as_bytes(corpus.tokens(document)))
-    return [digest.hexdigest() for digest in digests]
-
-
-def different_documents(digests: Sequence[str], others: Sequence[str], documents: int) -> str | None:
-    """Return where two corpora of equal lengths differ, "documents 120 to 239 of 300", or None if they do not."""
-    different = [group for group, pair in enumerate(zip(digests, others, strict=False)) if pair[0] != pair[1]]
-    if not different:
-        return None if len(digests) == len(others) else f"documents 0 to {documents - 1} of {documents}"
-    first, last = -(-different[0] * documents // GROUPS), -(-(different[-1] + 1) * documents // GROUPS) - 1
-    return f"{'document' if first == last else 'documents'} {first}{f' to {last}' * (first < last)} of {documents}"
+def corpus_digest(corpus: Corpus) -> str:
+    """Return the digest of all documents, 32 hexadecimal digits."""
+    digest = blake2b(np.asarray(corpus.lengths).astype("<i8").tobytes(), digest_size=16)
+    for document in range(len(corpus.lengths)):
+        digest.update(_as_bytes(corpus.tokens(document)))
+    return digest.hexdigest()
 
 
 def rows_digest(rows: Iterable[np.ndarray]) -> int:

@@ -287,7 +287,7 @@ def run_rank(settings: Settings, *, as_json: bool, store_file: Path | None = Non
 
     with megatron_compat(), join_ranks(settings, store_file=store_file) as world:
         try:
-            summary = train(settings, world)
+            summary = train(world)
         except (PeerError, RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
                 raise out_of_memory_error(settings, world.rank) from None

@@ -14,7 +14,7 @@ from mindspeed_cp.algorithms import AUTO, build_plan
 from mindspeed_cp.comm import warm_up
 from mindspeed_cp.config.derived import training_plan_options
 from mindspeed_cp.config.settings import Settings
-from mindspeed_cp.data import PackedStream, check_learnable, corpus_digests, open_corpus
+from mindspeed_cp.data import PackedStream, check_learnable, corpus_digest, open_corpus
 from mindspeed_cp.engine.attention_check import AttentionCheck
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
@@ -32,7 +32,7 @@ from mindspeed_cp.train.step import run_step
 from mindspeed_cp.train.world import World
 
 
-def train(settings: Settings, world: World) -> dict[str, Any] | None:
+def train(world: World) -> dict[str, Any] | None:
     """Train until train.train_iters, or until asked to stop.
 
     Returns:
@@ -48,6 +48,7 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
         PeerError: Another rank died.
         Stopped: The rank was asked to stop while a batch did not come.
     """
+    settings = world.settings
     if settings.context_parallel_suite.algorithm == AUTO:  # process groups depend on it, and exist already
         raise ConfigError(
             "context_parallel_suite.algorithm is 'auto': give mindspeed_cp.config.candidates.resolve_auto(settings)"
@@ -61,13 +62,13 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
         world.barrier()
         corpus = open_corpus(settings.data.corpus)
         check_learnable(corpus, settings.data.corpus)
-        contents = corpus_digests(corpus)
-        check_same_start(world, corpus, contents)
+        digest = corpus_digest(corpus)
+        check_same_start(world, digest)
         context, rows = settings.data.seq_length, settings.train.global_batch_size
         check_tokens_per_step(rows * context)
 
         def new_stream() -> PackedStream:
-            return PackedStream(corpus, context, settings.train.seed, world.replica, world.replicas, contents=contents)
+            return PackedStream(corpus, context, settings.train.seed, world.replica, world.replicas, digest=digest)
 
         stream = new_stream()
         stack.enter_context(_deterministic(settings.train.deterministic_mode))

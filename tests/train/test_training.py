@@ -42,7 +42,7 @@ def train_here(settings: str) -> dict[str, Any]:
 
     parsed = Settings.model_validate_json(settings)
     with megatron_on_cpu(), megatron_compat(), join_ranks(parsed) as world:
-        summary = train(parsed, world)
+        summary = train(world)
     return {"lines": read_metrics(Path(parsed.output.folder) / "metrics.jsonl"), "summary": summary}
 
 
