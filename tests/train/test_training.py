@@ -76,16 +76,6 @@ def test_the_model_learns(reference: list[dict[str, Any]]) -> None:
     assert max(values(reference, "documents")) > 20, "rows of this corpus must be packed from many documents"
 
 
-def test_20_steps_on_two_ranks_give_the_losses_of_one(
-    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, reference: list[dict[str, Any]]
-) -> None:
-    settings = tiny(corpus, tmp_path, context_parallel_suite__context_parallel_size=2)
-    lines = curve(fresh_ranks, settings, 2)
-    assert len(lines) == 20
-    assert_same_curve(lines, reference)
-    assert all(1 <= line["imbalance"] < 1.5 for line in lines)
-
-
 @pytest.mark.parametrize(
     "changes",
     [
