@@ -318,7 +318,7 @@ def name_lost_ranks(world: World, error: BaseException) -> PeerError:
         return PeerError(f"rank {world.rank} lost its peers and the store that knows them: {cause}")
     if not lost:
         return PeerError(f"rank {world.rank} lost a connection, though every rank is alive: {cause}")
-    seconds = f"{world.timeout_seconds:g} s (context_parallel_suite.timeout_seconds)"
+    seconds = f"{world.settings.context_parallel_suite.timeout_seconds:g} s (context_parallel_suite.timeout_seconds)"
     return PeerError(f"rank {world.rank} lost {name_ranks(lost)}: dead, or silent for {seconds}; {_RESUME} ({cause})")
 
 
