@@ -136,10 +136,6 @@ class Comparison:
         """Return seconds as milliseconds, with as many digits as times of this case need: "136.53", "0.0912"."""
         return f"{seconds * 1e3:,.{2 if self.bound >= 1e-3 else 4}f}"
 
-    def named(self, name: str) -> AlgorithmResult | None:
-        """Return the result of this name, or None."""
-        return next((result for result in self.results if result.name == name), None)
-
     def __repr__(self) -> str:
         times = ", ".join(f"{result.name} {self.ms(result.metrics.seconds)} ms" for result in self.results)
         return f"Comparison({times}; modelled)"

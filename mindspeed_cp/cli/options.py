@@ -120,10 +120,6 @@ class SimulateOptions(CaseOptions):
         str,
         typer.Option(help="Sharing of links: fair, or fifo: first in, first out, a message waits at a busy receiver."),
     ] = "fair"
-    show: Annotated[
-        str | None,
-        typer.Option(help="Names of the algorithms in --png and --trace. Default: the fastest and the even ring."),
-    ] = None
     trace: Annotated[Path | None, typer.Option(help="Write timelines for ui.perfetto.dev (JSON).")] = None
     choose: Annotated[
         bool, typer.Option("--choose", help="Try options of all algorithms too, and recommend one in three lines.")

@@ -216,7 +216,7 @@ def corpora(generator: random.Random, folder: Path) -> None:
 
 OPTIONS = {
     "plan": ("--lengths", "--kv-lengths", "--mask", "--ranks", "--nodes", "--ranks-per-node", "--algorithm", "--heads", "--set", "--verify", "--json"),
-    "simulate": ("--lengths", "--cluster", "--nodes", "--ranks-per-node", "--tokens-per-rank", "--batches", "--algorithms", "--sharing", "--show", "--json"),
+    "simulate": ("--lengths", "--cluster", "--nodes", "--ranks-per-node", "--tokens-per-rank", "--batches", "--algorithms", "--sharing", "--json"),
     "train": ("--nproc", "--set", "--resume", "--no-resume", "--json"),
     "doctor": ("--link-seconds",),
     "calibrate": ("--nproc", "--base", "--dtype", "--longest", "--heads"),
