@@ -116,10 +116,6 @@ class SimulateOptions(CaseOptions):
     algorithms: Annotated[
         str, typer.Option(help="all, or names with options after colons, such as ring,direct:prefetch=4")
     ] = "all"
-    sharing: Annotated[
-        str,
-        typer.Option(help="Sharing of links: fair, or fifo: first in, first out, a message waits at a busy receiver."),
-    ] = "fair"
     trace: Annotated[Path | None, typer.Option(help="Write timelines for ui.perfetto.dev (JSON).")] = None
     choose: Annotated[
         bool, typer.Option("--choose", help="Try options of all algorithms too, and recommend one in three lines.")

@@ -10,7 +10,6 @@ from mindspeed_cp.choose.compare import EVEN_RING, SimulationCase, compare_algor
 from mindspeed_cp.cli.case import read_case
 from mindspeed_cp.cli.lengths import check_memory
 from mindspeed_cp.cli.options import SimulateOptions
-from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.report.files import check_output_path, write_png
 from mindspeed_cp.report.simulation import conclusion, simulation_dict, simulation_tables
 from mindspeed_cp.report.text import print_tables, wrap_text
@@ -57,8 +56,6 @@ def choose(case: SimulationCase, candidates: list[Candidate]) -> Decision:
     """Return what `algorithm: auto` takes for these batches, and add it to the algorithms to compare."""
     from mindspeed_cp.config.candidates import SAMPLE_ROWS
 
-    if case.sharing != "fair":
-        raise ConfigError(f"--choose: auto chooses with --sharing fair, not {case.sharing}; leave one of them out")
     decision = choose_algorithm(
         case.batches[:SAMPLE_ROWS], case.topology, case.attention, case.cluster, case.layer, options=dict(case.sizes)
     )
