@@ -161,7 +161,7 @@ def balance_notes(settings: Settings, shown: str) -> list[str]:
     """Return a note if a training with data.balance: pool may have other plans than what is shown."""
     if settings.data.balance != POOL:
         return []
-    return [f"data.balance: pool: {shown}; a training chooses replicas or pools in each step (docs/algorithms.md)"]
+    return [f"data.balance: pool: {shown}; a training chooses replicas or the pool in each step (docs/algorithms.md)"]
 
 
 def _read_settings_file(options: SimulateOptions) -> SettingsFile:
