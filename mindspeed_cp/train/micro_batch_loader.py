@@ -111,7 +111,7 @@ class MicroBatchLoader:
             Stopped: This rank was asked to stop, and no batch came for STOP_SECONDS.
         """
         while len(self._pending) <= self._ahead:
-            self._pending.append(self._executor.submit(next, self._micro_batches))
+            self._pending.append(self._executor.submit(self._micro_batches.__next__))
         future = self._pending.popleft()
         stop_seen: float | None = None
         while not wait([future], POLL_SECONDS).done:
