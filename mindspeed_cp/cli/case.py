@@ -15,8 +15,8 @@ from mindspeed_cp.cluster import LayerCost, load_cluster
 from mindspeed_cp.cluster.cluster import DEFAULT_CLUSTER, cluster_of
 from mindspeed_cp.config import Settings
 from mindspeed_cp.config.candidates import SUITE_SECTION
-from mindspeed_cp.config.data import POOL
 from mindspeed_cp.config.derived import first_rows, mean_layer_cost, rank_attention
+from mindspeed_cp.config.sections import POOL
 from mindspeed_cp.config.settings import make_settings, override_settings
 from mindspeed_cp.data.lengths import length_names, sample_lengths
 from mindspeed_cp.errors import ConfigError, shortened

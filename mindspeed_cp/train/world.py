@@ -18,9 +18,8 @@ import torch.distributed as dist
 from mindspeed_cp.comm import open_directional_groups
 from mindspeed_cp.comm.directional_groups import PAIR_BUFFER_VARIABLE
 from mindspeed_cp.comm.groups import process_group_options
-from mindspeed_cp.config.data import POOL
-from mindspeed_cp.config.pool import pool_topology
-from mindspeed_cp.config.rules import data_parallel_size
+from mindspeed_cp.config.rules import data_parallel_size, pool_topology
+from mindspeed_cp.config.sections import POOL
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.device.open_files import check_open_files
 from mindspeed_cp.device.select import (
