@@ -61,8 +61,8 @@ FULL ?=
 TIMES_FOLDER ?=
 
 # Tests of tests/npu on which the mode of the queue, late results and the allocator bear: operators, streams, HCCL, the engine.
-QUEUE_TESTS = $(wildcard $(addprefix tests/npu/test_,task_queue*.py operators*.py oracle*.py streams.py syncs.py waits.py late*.py \
-	order.py hccl*.py aten.py runtime.py counts.py table.py roll.py agreement.py bad_input.py))
+QUEUE_TESTS = $(addprefix tests/npu/test_,$(addsuffix .py,task_queue operators streams syncs late_engine late_edges hccl aten runtime \
+	counts table roll agreement bad_input))
 
 .PHONY: help train soak test test-main test-quick test-all slow-tests test-versions test-npu test-npu-modes test-triton test-cuda lint docs-tables lock format bench environment clean
 .DEFAULT_GOAL := help

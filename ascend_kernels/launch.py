@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
@@ -78,34 +77,13 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length() if n else 0
 
 
-def require(condition: bool, what: str, value: object, valid: str) -> None:
-    """Raise ConfigError with value and valid values unless the condition holds."""
-    if not condition:
-        raise ConfigError(f"{what} is {value}; valid: {valid}")
-
-
-def check_tensor(
-    name: str,
-    x: Tensor,
-    shape: Sequence[int],
-    dtype: torch.dtype | None,
-    like: Tensor,
-    within: bool = False,
-) -> None:
-    """Raise ConfigError unless a kernel can read ``x``: kernels do not check what memory they are given.
-
-    Args:
-        name: name of the argument.
-        x: its value.
-        shape: required shape.
-        dtype: required type; None: any floating type.
-        like: tensor on whose device it must be.
-        within: accept gaps between x[0], x[1], ..., each of which must be contiguous.
-    """
-    right = x.is_floating_point() if dtype is None else x.dtype == dtype
-    kind = "a floating type" if dtype is None else str(dtype)
-    require(right, f"{name}'s type", x.dtype, kind)
-    require(list(x.shape) == list(shape), f"{name}'s shape", list(x.shape), f"{list(shape)}")
-    contiguous = x[:1].is_contiguous() if within else x.is_contiguous()
-    require(contiguous, name, f"of strides {list(x.stride())}", "contiguous within a part" if within else "contiguous")
-    require(x.device == like.device, name, f"on {x.device}", f"on {like.device}, where the others are")
+def check_memory(**tensors: Tensor | None) -> None:
+    """Raise ConfigError unless tensors are contiguous and on one device: kernels read whatever memory they are given.
+    Shapes and types are those of the callers' contracts."""
+    device = next(x.device for x in tensors.values() if x is not None)
+    for name, x in tensors.items():
+        if x is not None and (x.device != device or not x.is_contiguous()):
+            raise ConfigError(
+                f"{name} is of strides {list(x.stride())} on {x.device}; valid: contiguous, on {device}, where the "
+                "others are"
+            )

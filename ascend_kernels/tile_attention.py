@@ -7,20 +7,13 @@ import torch
 from torch import Tensor
 
 from mindspeed_cp.ascend_kernels.launch import (
-    check_tensor,
+    check_memory,
     device_guard,
     implementation_for,
     launch_grid,
     next_power_of_2,
-    require,
 )
-from mindspeed_cp.ascend_kernels.tile_schedule import (
-    TILE_MAX_HEAD_DIM,
-    TileSchedule,
-    block_rows,
-    launch_options,
-    schedule_block_rows,
-)
+from mindspeed_cp.ascend_kernels.tile_schedule import TileSchedule, block_rows, launch_options
 
 #: Elements of `out` that one program of delta_kernel holds.
 DELTA_ELEMENTS = 4096
@@ -47,14 +40,13 @@ def tile_attention_(
         v: [s, kv heads, dim_v]. q, k and v are contiguous and of one type: fp32, fp16 or bf16.
         out: fp32 [t, heads, dim_v], updated. Ignored where lse is -inf. Rows outside all tiles do not change.
         lse: fp32 [t, heads], updated.
-        schedule: the tiles by blocks of queries.
+        schedule: the tiles by blocks of queries, of `schedule_block_rows` rows.
         scale: factor of q.k.
         slopes: fp32 [heads], ALiBi: -slope * |query position - key position| is added to the scaled scores; positions
             rise by one from row to row of a tile.
         implementation: see `mindspeed_cp.ascend_kernels.launch.implementation_for`.
     """
-    _check(q, k, v, slopes, out, lse)
-    _check_schedule(schedule, q, k, schedule_block_rows(q.dtype, False, max(q.shape[2], v.shape[2]), q.device.type)[0])
+    check_memory(q=q, k=k, v=v, out=out, lse=lse, slopes=slopes, schedule=schedule.visits)
     if implementation_for(q, implementation) == "triton":
         _launch("forward_kernel", schedule, q, k, v, (out, lse), scale, slopes, len(q))
         return
@@ -98,10 +90,7 @@ def tile_attention_backward_(
         dq, dk, dv: fp32, of the shapes of q, k and v, updated.
         by_queries, by_keys: the same tiles, by blocks of queries and of keys.
     """
-    _check(q, k, v, slopes, out, lse, dout, (dq, dk, dv))
-    blocks = schedule_block_rows(q.dtype, True, max(q.shape[2], v.shape[2]), q.device.type)
-    for schedule, own in zip((by_queries, by_keys), blocks, strict=True):
-        _check_schedule(schedule, q, k, own)
+    check_memory(q=q, k=k, v=v, out=out, lse=lse, dout=dout, dq=dq, dk=dk, dv=dv, slopes=slopes)
     if implementation_for(q, implementation) == "triton":
         delta = _delta(out, dout)
         arguments = (dout, lse, delta)
@@ -131,43 +120,6 @@ def _dense_scores(
     if slopes is not None:
         scores = scores - slopes[:, None, None] * (tile[6] - ahead).abs()
     return scores.masked_fill((ahead < tile[4]) | (ahead > tile[5]), float("-inf")), ks, vs
-
-
-def _check(
-    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, out: Tensor, lse: Tensor, dout: Tensor | None = None,
-    grads: tuple[Tensor, ...] = (),
-) -> None:  # fmt: skip
-    require(q.dtype == k.dtype == v.dtype, "q, k and v", f"{q.dtype}, {k.dtype}, {v.dtype}", "of one type")
-    require(q.dtype in TILE_DTYPES, "q's type", q.dtype, "torch.float32, torch.bfloat16, torch.float16")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        require(x.dim() == 3 and min(x.shape[1:]) >= 1, f"{name}'s shape", list(x.shape), "[rows, heads, channels]")
-    require(
-        k.shape[1] == v.shape[1] and q.shape[1] % k.shape[1] == 0,
-        "the number of kv heads",
-        k.shape[1],
-        f"a divisor of {q.shape[1]}",
-    )
-    width = max(q.shape[2], v.shape[2])
-    require(width <= TILE_MAX_HEAD_DIM, "head_dim", width, f"up to {TILE_MAX_HEAD_DIM}")
-    rows = [*q.shape[:2], v.shape[2]]
-    check_tensor("q", q, q.shape, q.dtype, q)
-    check_tensor("k", k, [*k.shape[:2], q.shape[2]], q.dtype, q)
-    check_tensor("v", v, [*k.shape[:2], v.shape[2]], q.dtype, q)
-    check_tensor("out", out, rows, torch.float32 if dout is None else None, q)
-    check_tensor("lse", lse, rows[:2], torch.float32, q)
-    if slopes is not None:
-        check_tensor("slopes", slopes, [q.shape[1]], torch.float32, q)
-    if dout is not None:
-        check_tensor("dout", dout, rows, q.dtype, q)
-    for name, x, y in zip(("dq", "dk", "dv"), grads, (q, k, v), strict=False):
-        check_tensor(name, x, y.shape, torch.float32, q)
-
-
-def _check_schedule(schedule: TileSchedule, q: Tensor, k: Tensor, rows: int) -> None:
-    require(schedule.rows == rows, "rows of the schedule's blocks", schedule.rows, f"{rows}, see schedule_block_rows")
-    require(schedule.visits.device == q.device, "the schedule", f"on {schedule.visits.device}", f"on {q.device}")
-    for name, x, least in (("q", q, schedule.reach[0]), ("k", k, schedule.reach[1])):
-        require(len(x) >= least, f"{name}'s number of rows", len(x), f"{least} or more, as the tiles name")
 
 
 def _delta(out: Tensor, dout: Tensor) -> Tensor:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_cp.ascend_kernels.launch import next_power_of_2, require
+from mindspeed_cp.ascend_kernels.launch import next_power_of_2
 from mindspeed_cp.layout import ragged_arange
 from mindspeed_cp.plan import BAND, CAUSAL, AttentionConfig
 
@@ -91,12 +90,6 @@ class TileSchedule:
     rows: int
     tiles: np.ndarray
 
-    @cached_property
-    def reach(self) -> tuple[int, int]:
-        """Minimum number of rows of queries and of keys."""
-        q_row, q_rows, k_row, k_rows = self.tiles[:, :4].T
-        return int((q_row + q_rows).max(initial=0)), int((k_row + k_rows).max(initial=0))
-
     @staticmethod
     def of(
         tiles: np.ndarray, attention: AttentionConfig, rows: int, side: str = "q", device: torch.device | str = "cpu"
@@ -110,8 +103,6 @@ class TileSchedule:
             side: "q" or "k": blocks of queries or of keys.
             device: device of the tables.
         """
-        require(side in ("q", "k"), "side", repr(side), "'q' or 'k'")
-        require(rows >= 1, "rows", rows, "1 or more")
         table = _tile_table(tiles, attention)
         column = 0 if side == "q" else 2
         first, count = table[:, column], table[:, column + 1]

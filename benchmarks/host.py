@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, context_parallel_attention
-from mindspeed_cp.engine import call_agreement, prepare
+from mindspeed_cp.engine import agreement, prepare
 from mindspeed_cp.ops.attention import AttentionBackend, get_backend
 
 ROWS = 32  # of each rank: next to nothing
@@ -64,8 +64,8 @@ def host_rows(ranks: int, attention: AttentionConfig, device: torch.device, call
     leaves = [torch.zeros(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
     dout = torch.zeros(shapes[0], device=device, dtype=torch.bfloat16)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    all_equal, call_agreement._all_equal = (
-        call_agreement._all_equal,
+    all_equal, agreement._all_equal = (
+        agreement._all_equal,
         lambda digests: True,
     )  # the fake group sums nothing
     try:
@@ -82,7 +82,7 @@ def host_rows(ranks: int, attention: AttentionConfig, device: torch.device, call
                 times["backward"].append(backward / steps["backward"])
                 times["messages"].append(messages)
     finally:
-        call_agreement._all_equal = all_equal
+        agreement._all_equal = all_equal
         dist.destroy_process_group()
     us = {name: statistics.median(seconds) for name, seconds in times.items()}
     rows = [

@@ -6,9 +6,6 @@ import importlib.util
 import json
 import re
 import subprocess
-import sys
-import zipfile
-from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,23 +101,6 @@ def test_the_cuda_environment_has_its_own_torch_and_checks_it(tmp_path: Path, mo
     assert "torch.version.cuda is None" in check
 
 
-def test_pip_takes_no_file_of_another_content(tmp_path: Path) -> None:
-    """And none of a package that is not named."""
-    info = "demo-1.0.dist-info"
-    path = tmp_path / "demo-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w") as file:
-        file.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: demo\nVersion: 1.0\nRequires-Dist: other\n")
-        file.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        file.writestr(f"{info}/RECORD", "")
-    right, codes = sha256(path.read_bytes()).hexdigest(), []
-    for digest in (right, "0" * 64):
-        (tmp_path / "lock.txt").write_text(f"demo==1.0 --hash=sha256:{digest}\n")
-        command = [sys.executable, "-m", "pip", "--isolated", "download", "-q", *LOCKED.split(), "--no-index"]
-        command += ["--find-links", str(tmp_path), "-d", str(tmp_path / digest), "-r", str(tmp_path / "lock.txt")]
-        codes.append(subprocess.run(command, capture_output=True).returncode)
-    assert codes == [0, 1] and [content.name for content in (tmp_path / right).iterdir()] == [path.name]
-
-
 # known faults
 
 
@@ -169,14 +149,6 @@ def test_a_check_without_faults_holds_for_a_day(audit: Any, tmp_path: Path, monk
     monkeypatch.setattr(audit, "DAY", -1.0)
     assert audit.main(str(tmp_path)) == 0
     assert len([command for command in audit.asked if "--output" in command]) == 2
-
-
-def test_what_is_ignored_is_told_to_pip_audit(audit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ignored = tmp_path / "ignored.txt"
-    ignored.write_text("# why\nPYSEC-7 only on Windows\n")
-    monkeypatch.setattr(audit, "IGNORED", ignored)
-    assert audit.main(str(tmp_path)) == 0
-    assert any("--ignore-vuln PYSEC-7" in " ".join(map(str, command)) for command in audit.asked)
 
 
 def test_all_pins_are_asked_for_and_torch_by_its_release() -> None:

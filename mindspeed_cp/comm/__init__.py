@@ -6,7 +6,15 @@ from mindspeed_cp.comm.directional_groups import (
     open_directional_groups,
     warm_up,
 )
-from mindspeed_cp.comm.group_transport import GroupTransport
+from mindspeed_cp.comm.group_transport import (
+    DEFAULT_TIMEOUT,
+    GroupTransport,
+    Pending,
+    Transfer,
+    Transport,
+    checked_timeout,
+    staging_buffer,
+)
 from mindspeed_cp.comm.groups import comm_library, failure_reason, group_rank, group_size, has_library, resolve_group
 from mindspeed_cp.comm.in_memory import InMemoryNetwork, InMemoryPending, InMemoryTransport
 from mindspeed_cp.comm.redistribution import (
@@ -16,23 +24,10 @@ from mindspeed_cp.comm.redistribution import (
     rank_redistribution,
     start_redistributions,
 )
-from mindspeed_cp.comm.transport import (
-    DEFAULT_TIMEOUT,
-    ExchangeBuffers,
-    ExchangePart,
-    Pending,
-    Transfer,
-    Transport,
-    checked_timeout,
-    exchange_buffers,
-    staging_buffer,
-)
 
 __all__ = [
     "DEFAULT_TIMEOUT",
     "DirectionalGroups",
-    "ExchangeBuffers",
-    "ExchangePart",
     "GroupTransport",
     "InMemoryNetwork",
     "InMemoryPending",
@@ -46,7 +41,6 @@ __all__ = [
     "checked_timeout",
     "close_directional_groups",
     "comm_library",
-    "exchange_buffers",
     "failure_reason",
     "group_rank",
     "group_size",

@@ -1,19 +1,92 @@
-"""Transfers over a process group, on HCCL, NCCL and gloo."""
+"""Transfers between two ranks, posted together and waited for one by one: their interface, and over a process group, on
+HCCL, NCCL and gloo."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from mindspeed_cp.comm.directional_groups import OPEN_GROUPS, DirectionalGroups, connection_order
 from mindspeed_cp.comm.groups import comm_library, failure_reason, resolve_group
-from mindspeed_cp.comm.transport import DEFAULT_TIMEOUT, ExchangeBuffers, Pending, Transfer, checked_timeout
 from mindspeed_cp.device.npu_errors import HCCL_REMEDY, is_lost_peer, short_cause
-from mindspeed_cp.errors import PeerError
+from mindspeed_cp.errors import ConfigError, PeerError
+
+DEFAULT_TIMEOUT = 600.0  # seconds
+MIN_TIMEOUT, MAX_TIMEOUT = 0.001, 1e9  # gloo counts whole milliseconds, and treats 0 of them as no timeout
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One tensor sent to a peer or received from it.
+
+    Attributes:
+        tensor: contiguous; read by a send, written by a receive. The caller must not touch it until the transfer has
+            been waited for.
+        peer: rank in the group.
+        sends: True to send, False to receive.
+        tag: the same number at both ends; distinguishes transfers between the same two ranks.
+        label: description for error messages.
+    """
+
+    tensor: Tensor
+    peer: int
+    sends: bool
+    tag: int
+    label: str
+
+
+class Pending(Protocol):
+    """A transfer that has been posted."""
+
+    def wait(self) -> None:
+        """Wait for the transfer: on the CPU until the bytes have arrived, on a device by making its stream wait.
+
+        Raises:
+            PeerError: the peer died or did not answer within the timeout.
+        """
+
+
+class Transport(Protocol):
+    """Carries transfers between the ranks of a group: :class:`GroupTransport` over a process group,
+    :class:`InMemoryTransport` between ranks that share one process.
+    """
+
+    def post(self, transfers: Sequence[Transfer], all_to_all: bool = False) -> Sequence[Pending]:
+        """Start transfers and return one :class:`Pending` for each, in the same order.
+
+        Args:
+            transfers: sends and receives of this rank.
+            all_to_all: True if this rank exchanges data with most other ranks.
+
+        Raises:
+            PeerError: a peer is known to be gone.
+        """
+
+
+def checked_timeout(timeout: object) -> float:
+    """Return a timeout in seconds, at least one millisecond.
+
+    Raises:
+        ConfigError: the timeout is not a number above 0.
+    """
+    is_number = isinstance(timeout, (int, float, np.integer, np.floating)) and not isinstance(timeout, bool)
+    if not is_number or not 0 < timeout <= MAX_TIMEOUT:  # type: ignore[operator]
+        shown = timeout if is_number else repr(timeout)
+        raise ConfigError(f"timeout is {shown} seconds; valid: more than 0, at most {MAX_TIMEOUT:.0e}")
+    return max(float(timeout), MIN_TIMEOUT)  # type: ignore[arg-type]
+
+
+def staging_buffer(like: Tensor, rows: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Return an uninitialized buffer for ``rows`` rows shaped like those of ``like`` [rows, heads, dim]."""
+    return like.new_empty((rows, *like.shape[1:]), dtype=dtype)
 
 
 class GroupTransport:
@@ -67,23 +140,6 @@ class GroupTransport:
         posted = {i: self._post_one(transfers[i], directional) for i in order}
         return [posted[i] for i in indices]
 
-    def all_to_all(self, buffers: ExchangeBuffers, label: str) -> Pending:
-        """Start an exchange as one all-to-all-v in the group; see :meth:`mindspeed_cp.comm.Transport.all_to_all`."""
-        try:
-            work = dist.all_to_all_single(
-                buffers.receive,
-                buffers.send,
-                list(buffers.receive_bytes),
-                list(buffers.send_bytes),
-                group=self.group,
-                async_op=True,
-            )
-        except RuntimeError as error:
-            if self.is_unrelated(error):
-                raise
-            raise self.exchange_failure(label, error) from error
-        return _PendingExchange(self, label, work, buffers)
-
     def _connection_order(self, transfers: Sequence[Transfer]) -> list[int]:
         """Return indices of transfers in the order in which all ranks go through the edges of a step: the first
         transfer over an edge creates a communicator, for which both ends wait, and different orders could wait in a
@@ -99,12 +155,8 @@ class GroupTransport:
         if directional is not None:
             ends = (self._rank, transfer.peer) if transfer.sends else (transfer.peer, self._rank)
             group = directional.group_for(*ends)
-        try:
-            return _PendingWork(self, transfer, start(transfer.tensor, peer, group, transfer.tag))
-        except RuntimeError as error:
-            if self.is_unrelated(error):
-                raise
-            raise self.failure(transfer, error) from error
+        work = self.attempt(transfer, lambda: start(transfer.tensor, peer, group, transfer.tag))
+        return _PendingWork(self, transfer, work)
 
     def _post_coalesced(self, transfers: Sequence[Transfer]) -> list[Pending]:
         if not transfers:
@@ -118,51 +170,30 @@ class GroupTransport:
                 )
                 for t in (transfers[i] for i in launch)
             ]
-            try:
-                works = dist.batch_isend_irecv(operations)
-            except RuntimeError as error:
-                if self.is_unrelated(error):
-                    raise
-                raise self.failure(transfers[launch[0]], error) from error
+            works = self.attempt(transfers[launch[0]], partial(dist.batch_isend_irecv, operations))
             # One work object for the whole launch, or one for each operation, depending on the library.
             for position, i in enumerate(launch):
                 pending[i] = _PendingWork(self, transfers[i], works[min(position, len(works) - 1)])
         return [pending[i] for i in range(len(transfers))]
 
-    @property
-    def ranks(self) -> int:
-        """Number of ranks of the group."""
-        return len(self._global_ranks)
+    def attempt(self, transfer: Transfer, call: Callable[[], Any]) -> Any:
+        """Return the result of a call of the library; an error in it that blames a peer names the one of a transfer."""
+        try:
+            return call()
+        except RuntimeError as error:
+            if self._is_unrelated(error):
+                raise
+            action = "sending to" if transfer.sends else "receiving from"
+            raise PeerError(
+                f"rank {self._rank}: {action} rank {transfer.peer} (global rank {self._global_ranks[transfer.peer]}), "
+                f"{transfer.label}: {self._reason(error)}"
+            ) from error
 
-    def is_unrelated(self, error: RuntimeError) -> bool:
+    def _is_unrelated(self, error: RuntimeError) -> bool:
         """Return True if the error does not blame a peer: on a device, an earlier operator may have failed."""
         if self._is_hccl:
             return not is_lost_peer(str(error))
         return not self.is_gloo and (isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error))
-
-    def failure(self, transfer: Transfer, error: RuntimeError) -> PeerError:
-        """Return the error that names the peer of a failed transfer."""
-        action = "sending to" if transfer.sends else "receiving from"
-        return PeerError(
-            f"rank {self._rank}: {action} rank {transfer.peer} (global rank {self._global_ranks[transfer.peer]}), "
-            f"{transfer.label}: {self._reason(error)}"
-        )
-
-    def finish(self, work: Any, failure: Callable[[RuntimeError], Exception]) -> None:
-        """Wait for posted work; an error that blames a peer is raised as `failure` returns it."""
-        try:
-            work.wait(self.gloo_timeout) if self.is_gloo else work.wait()
-        except RuntimeError as error:
-            if self.is_unrelated(error):
-                raise
-            raise failure(error) from error
-
-    def exchange_failure(self, label: str, error: RuntimeError) -> PeerError:
-        """Return the error of a failed exchange, which names no peer: all ranks take part."""
-        return PeerError(
-            f"rank {self._rank}: the exchange of all {len(self._global_ranks)} ranks, {label}: a rank died, or did not "
-            f"take part: {self._reason(error)}"
-        )
 
     def _reason(self, error: RuntimeError) -> str:
         if self.is_gloo:
@@ -197,18 +228,5 @@ class _PendingWork(NamedTuple):
     def wait(self) -> None:
         """See :class:`mindspeed_cp.comm.Pending`."""
         transport = self.transport
-        transport.finish(self.work, lambda error: transport.failure(self.transfer, error))
-
-
-class _PendingExchange(NamedTuple):
-    """A posted exchange. It keeps its buffers alive."""
-
-    transport: GroupTransport
-    label: str
-    work: Any
-    buffers: ExchangeBuffers
-
-    def wait(self) -> None:
-        """See :class:`mindspeed_cp.comm.Pending`."""
-        transport = self.transport
-        transport.finish(self.work, lambda error: transport.exchange_failure(self.label, error))
+        wait = partial(self.work.wait, transport.gloo_timeout) if transport.is_gloo else self.work.wait
+        transport.attempt(self.transfer, wait)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_cp.comm.transport import Pending, Transfer, Transport, staging_buffer
+from mindspeed_cp.comm.group_transport import Pending, Transfer, Transport, staging_buffer
 from mindspeed_cp.layout import Redistribution, ragged_arange
 from mindspeed_cp.layout.redistribution import is_one_message
 from mindspeed_cp.ops.rows import RowIndex, add_rows, put_rows, take_rows

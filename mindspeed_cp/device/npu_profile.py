@@ -274,45 +274,33 @@ def _choose(rows: list[ProfileRow], need: Need, given: Mapping[str, str]) -> tup
     """Return the variants, or None and why there are none."""
     reasons = []
     for lowering in _candidates("lowering", given):
-        problem = _problem(rows, "lowering", lowering, lowering, need)
-        chosen = {"lowering": lowering}
-        for option in ("alibi", "statistics", "key_gaps") if problem is None else ():
+        chosen: dict[str, str] = {}
+        for option in VARIANTS:
+            candidates = (lowering,) if option == "lowering" else _candidates(option, given)
             if option == "alibi" and lowering == "masks" and need.alibi:
-                problem = "npu_lowering masks has no ALiBi"
+                problems = ["npu_lowering masks has no ALiBi"]
+            elif option != "lowering" and not any((x.option, x.lowering) == (option, lowering) for x in rows):
+                chosen[option] = given.get(option, DEFAULTS[option])  # makes no difference under this lowering
+                continue
+            else:
+                problems = [_problem(rows, option, lowering, need, variant) for variant in candidates]
+            if all(problems):
+                reasons += problems
                 break
-            variant, problem = _best(rows, option, lowering, need, given)
-            if problem is not None:
-                break
-            chosen[option] = variant
-        if problem is None:
+            chosen[option] = candidates[problems.index("")]
+        if len(chosen) == len(VARIANTS):
             return chosen, ""
-        reasons.append(problem)
     return None, "; ".join(dict.fromkeys(reasons))
-
-
-def _best(
-    rows: list[ProfileRow], option: str, lowering: str, need: Need, given: Mapping[str, str]
-) -> tuple[str, str | None]:
-    """Return the first variant of an option that passed, and why there is none; an option that has no row under a
-    lowering makes no difference there."""
-    if not any(row.option == option and row.lowering == lowering for row in rows):
-        return given.get(option, DEFAULTS[option]), None
-    problems = {}
-    for variant in _candidates(option, given):
-        problems[variant] = _problem(rows, option, variant, lowering, need)
-        if problems[variant] is None:
-            return variant, None
-    return "", "; ".join(problem for problem in problems.values() if problem)
-
-
-def _problem(rows: list[ProfileRow], option: str, variant: str, lowering: str, need: Need) -> str | None:
-    """Return why a variant cannot be taken, or None."""
-    tried = [row for row in rows if (row.option, row.variant, row.lowering) == (option, variant, lowering)]
-    failed = next((row for row in tried if not row.ok), None)
-    if failed is not None:
-        return f"npu_{option} {variant} failed, {failed.failure}"
-    return None if tried else f"npu_{option} {variant} has no row in {need.dtype}"
 
 
 def _candidates(option: str, given: Mapping[str, str]) -> tuple[str, ...]:
     return (given[option],) if option in given else VARIANTS[option]
+
+
+def _problem(rows: list[ProfileRow], option: str, lowering: str, need: Need, variant: str) -> str:
+    """Return why a variant cannot be taken, or ""."""
+    tried = [row for row in rows if (row.option, row.variant, row.lowering) == (option, variant, lowering)]
+    failed = next((row for row in tried if not row.ok), None)
+    if failed is not None:
+        return f"npu_{option} {variant} failed, {failed.failure}"
+    return "" if tried else f"npu_{option} {variant} has no row in {need.dtype}"

@@ -1,16 +1,34 @@
-"""Checks that all ranks of a group are about to run the same plan.
+"""Compares what the ranks of a group run.
 
 Ranks plan independently. A rank with another batch or other settings builds another plan; messages then fail to match,
-which ends in a transport error, or, where their sizes happen to agree, in a wrong result. The check hashes every input
-of a plan to 64 bits (BLAKE2b), gathers the hashes, and gathers the values of each rank where hashes differ.
+which ends in a transport error, or, where their sizes happen to agree, in a wrong result.
+
+`check_agreement` hashes every input of a plan to 64 bits (BLAKE2b), gathers the hashes, and gathers the values of each
+rank where hashes differ. Every call of attention compares, always, 8 bytes per rank and call (`CallAgreement`): a
+digest of the release of this package, the plan, the type of the tensors, the dropout key and, where one is given, the
+digest of the batch is gathered before the first message of a call. How soon the result is read depends on the device::
+
+    tensors on the CPU        the call waits for it: ranks that differ raise before a message travels
+    device, group with gloo   a plan's first call waits; later calls go on, and read it in the backward or the next call
+    device library alone      no call waits: the digests cross to the host on a stream of their own, and are read late
+
+Where plans are announced (`CallAgreement.announce`), as Megatron models do at the start of a micro-batch, one sum
+serves all its calls: the first one waits for it, which was under way while the model computed, and the next
+announcement compares what the calls ran, with their types and dropout keys (`train` does so before each update). A rank
+whose calls are not what it announced itself is then found after its messages have travelled.
+
+The backward of a call runs what its forward has compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from hashlib import blake2b
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -26,15 +44,23 @@ from mindspeed_cp.comm import (
     failure_reason,
     group_rank,
     group_size,
+    has_library,
     resolve_group,
 )
+from mindspeed_cp.engine.plan_cache import kept_with_plan
+from mindspeed_cp.engine.profile_ranges import profile_range
 from mindspeed_cp.errors import ConfigError, PeerError
-from mindspeed_cp.layout import Layout
-from mindspeed_cp.plan import AttentionConfig, Messages, Plan, Program
+from mindspeed_cp.ops.attention.contract import DropoutKey
+from mindspeed_cp.plan import AttentionConfig, Plan
 from mindspeed_cp.schema.messages import name_ranks
 
 RELEASE = __version__  # of this package on this rank: another one may plan otherwise
 SHOWN_BYTES = 200  # of a value in an error
+#: Seconds that a call waits for the comparison, whatever its time-out: then it goes on, since an error of its messages
+#: names the rank that is missing. Ranks that differ come less far apart than this, also on a busy machine; a share of a
+#: short time-out would let one of them go on before the others have come, and be told less.
+WAIT_SECONDS = 30.0
+MAX_UNREAD = 64  # comparisons of a group; with more, the oldest is waited for
 
 
 def check_agreement(
@@ -141,43 +167,35 @@ def _differences(names: Sequence[str], hashes: np.ndarray, texts: np.ndarray) ->
     return differences
 
 
-_cache: WeakKeyDictionary[Plan, dict[str, str]] = WeakKeyDictionary()
-_digests: WeakKeyDictionary[Plan, int] = WeakKeyDictionary()
-
-
 def plan_digest(plan: Plan) -> int:
     """Return a 64-bit digest of a plan and all its inputs. The first call computes it; it is kept as long as the plan
     lives."""
-    digest = _digests.get(plan)
-    if digest is None:
-        digest = _digests[plan] = digest64("\0".join(plan_fingerprints(plan).values()))
-    return digest
+    return kept_with_plan(plan, "digest", lambda: digest64("\0".join(plan_fingerprints(plan).values())))
 
 
 def plan_fingerprints(plan: Plan) -> Mapping[str, str]:
     """Return the inputs of a plan by name, each as complete text or as its beginning and a digest of the rest."""
-    fingerprints = _cache.get(plan)
-    if fingerprints is None:
-        fingerprints = {
-            "documents": _with_digest(repr(plan.documents), map(np.frombuffer, plan.documents.key, "bbb")),
-            "kv_documents": _with_digest(repr(plan.kv_documents), map(np.frombuffer, plan.kv_documents.key, "bbb")),
-            "topology": f"{plan.topology.nodes} nodes of {plan.topology.ranks_per_node} ranks",
-            **{
-                f"attention.{field.name}": repr(_as_python(getattr(plan.attention, field.name)))
-                for field in fields(AttentionConfig)
-            },
-            "algorithm": " + ".join([plan.algorithm, *(part.algorithm for part in plan.parts)]),
-            "reduce_dtype": plan.reduce_dtype,
-            "exchange": " + ".join([plan.exchange, *(part.exchange for part in plan.parts)]),
-            "layout": _with_digest(f"rows {plan.layout.token_counts.tolist()}", _layouts(plan)),
-            "program": _with_digest(
-                f"{len(plan.step_order('forward'))} steps forward, {len(plan.step_order('backward'))} backward, "
-                f"{sum(int(part.forward.fetch.items['rows'].sum()) for part in plan.parts_or_self)} rows sent",
-                _programs(plan),
-            ),
-        }
-        _cache[plan] = fingerprints
-    return fingerprints
+    return kept_with_plan(plan, "fingerprints", lambda: _fingerprints(plan))
+
+
+def _fingerprints(plan: Plan) -> dict[str, str]:
+    return {
+        "documents": _with_digest(repr(plan.documents), map(np.frombuffer, plan.documents.key, "bbb")),
+        "kv_documents": _with_digest(repr(plan.kv_documents), map(np.frombuffer, plan.kv_documents.key, "bbb")),
+        "topology": f"{plan.topology.nodes} nodes of {plan.topology.ranks_per_node} ranks",
+        **{
+            f"attention.{field.name}": repr(_as_python(getattr(plan.attention, field.name)))
+            for field in fields(AttentionConfig)
+        },
+        "algorithm": " + ".join([plan.algorithm, *(part.algorithm for part in plan.parts)]),
+        "reduce_dtype": plan.reduce_dtype,
+        "layout": _with_digest(f"rows {plan.layout.token_counts.tolist()}", _layout_arrays(plan)),
+        "program": _with_digest(
+            f"{len(plan.step_order('forward'))} steps forward, {len(plan.step_order('backward'))} backward, "
+            f"{sum(int(part.forward.fetch.items['rows'].sum()) for part in plan.parts_or_self)} rows sent",
+            _program_arrays(plan),
+        ),
+    }
 
 
 def _root_causes(names: Sequence[str]) -> Sequence[str]:
@@ -204,7 +222,7 @@ def _with_digest(text: str, arrays: Iterable[np.ndarray]) -> str:
     return f"{text}\0{digest.hexdigest()}"
 
 
-def _layouts(plan: Plan) -> Iterable[np.ndarray]:
+def _layout_arrays(plan: Plan) -> Iterable[np.ndarray]:
     """Yield the arrays of all layouts, of the plan and of its parts."""
     for part in (plan, *plan.parts):
         yield part.documents.lengths
@@ -215,27 +233,17 @@ def _layouts(plan: Plan) -> Iterable[np.ndarray]:
             part.kv_layout_compute,
             part.batch_layout,
         ):
-            yield from _layout(layout)
+            yield from (layout.spans, np.zeros(0) if layout.heads is None else layout.heads)
 
 
-def _programs(plan: Plan) -> Iterable[np.ndarray]:
+def _program_arrays(plan: Plan) -> Iterable[np.ndarray]:
     """Yield the arrays of all programs, and the order of the steps of all parts."""
     for part in plan.parts_or_self:
-        yield from (*_program(part.forward), *_program(part.backward))
+        for program in (part.forward, part.backward):
+            yield from (np.array([program.steps]), program.capacity, program.contents, program.spans)
+            for messages in (program.fetch, program.reduce):
+                yield from (messages.items, messages.runs)
     yield from (np.array(plan.forward_order, np.int64), np.array(plan.backward_order, np.int64))
-
-
-def _layout(layout: Layout) -> tuple[np.ndarray, ...]:
-    return layout.spans, np.zeros(0) if layout.heads is None else layout.heads
-
-
-def _program(program: Program) -> Iterable[np.ndarray]:
-    yield from (np.array([program.steps]), program.capacity, program.contents, program.spans)
-    yield from (*_messages(program.fetch), *_messages(program.reduce))
-
-
-def _messages(messages: Messages) -> tuple[np.ndarray, np.ndarray]:
-    return messages.items, messages.runs
 
 
 def _as_python(value: object) -> object:
@@ -265,8 +273,220 @@ def _all_gather(tensor: Tensor, ranks: int, group: dist.ProcessGroup | None, lim
         is_gloo = comm_library(resolve_group(group), tensor.device) == "gloo"
         work.wait(timedelta(seconds=limit)) if is_gloo else work.wait()
     except RuntimeError as error:
-        raise PeerError(
-            f"rank {group_rank(group)}: comparing plans over the group: a rank died, or did not take part: "
-            f"{failure_reason(error, limit)}"
-        ) from error
+        raise _lost_rank(group_rank(group), error, limit) from error
     return torch.stack(gathered)
+
+
+def _lost_rank(rank: int, error: RuntimeError, limit: float) -> PeerError:
+    return PeerError(
+        f"rank {rank}: comparing plans over the group: a rank died, or did not take part: "
+        f"{failure_reason(error, limit)}"
+    )
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """A gather of digests that has been started.
+
+    Attributes:
+        digests: on the host, int64 [ranks]; valid once it is finished.
+        is_finished: returns True if `wait` does not block.
+        wait: waits a number of seconds; raises RuntimeError if a rank died or the time is over.
+        call: description of the call on this rank.
+        buffers: tensors of the device that the gather uses, kept until it is finished.
+    """
+
+    digests: Tensor
+    is_finished: Callable[[], bool]
+    wait: Callable[[float], Any]
+    call: str
+    buffers: Sequence[Tensor] = ()
+
+
+@dataclass
+class _Announcement:
+    """Comparison of the plans of the calls to come, and of the calls after the announcement before.
+
+    Attributes:
+        plans: digests of the plans.
+        comparison: the gather.
+        is_awaited: True once a call has waited for it.
+        calls: digest of the plans, types and dropout keys of the calls since then.
+    """
+
+    plans: frozenset[int]
+    comparison: _Comparison
+    is_awaited: bool = False
+    calls: int = 0
+
+
+_unread: WeakKeyDictionary[dist.ProcessGroup, deque[_Comparison]] = WeakKeyDictionary()
+_announced: WeakKeyDictionary[dist.ProcessGroup, _Announcement] = WeakKeyDictionary()  # the latest of each group
+
+
+def calls_digest(group: dist.ProcessGroup | None) -> int:
+    """Return 52 bits of a digest of the calls since the last announcement, equal on all ranks that called alike."""
+    announced = _announced.get(resolve_group(group))
+    return 0 if announced is None else announced.calls % 2**52
+
+
+class CallAgreement:
+    """Comparison of one plan's calls over a group.
+
+    Args:
+        group: context-parallel ranks; None for all processes.
+        timeout: seconds to wait for other ranks.
+        device: device of the tensors.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, timeout: float, device: torch.device) -> None:
+        self._group = resolve_group(group)
+        self._timeout, self._device = timeout, device
+        self._rank, self._ranks = group_rank(group), group_size(group)
+        self._has_host_library = device.type == "cpu" or has_library(self._group, "cpu")
+        self._unread = _unread.setdefault(self._group, deque())
+        self._is_agreed = False
+
+    def announce(self, plans: Sequence[Plan], words: str = "") -> None:
+        """Start to compare the plans of the calls until the next announcement; every rank of the group calls it.
+
+        The first of these calls waits for it. Groups without gloo, whose calls wait for nothing, do nothing.
+
+        Args:
+            plans: of the calls.
+            words: what else must be equal, such as the type and the dropout seed.
+        """
+        if not self._has_host_library:
+            return
+        digests = [plan_digest(plan) for plan in plans]
+        before = _announced.get(self._group)
+        compared = (RELEASE, *digests, words, "after", before.calls if before is not None else 0)
+        comparison = self._start(digest64(" ".join(map(str, compared))), plans[0])
+        _announced[self._group] = _Announcement(frozenset(digests), comparison)
+
+    def check(
+        self,
+        plan: Plan,
+        dtype: torch.dtype,
+        dropout: DropoutKey | None = None,
+        batch_digest: int | None = None,
+        has_sink: bool = False,
+    ) -> None:
+        """Compare this call with those of the other ranks, and read earlier comparisons that have finished.
+
+        Raises:
+            ConfigError: ranks run different releases, plans, types, dropout keys or batches; names ranks and
+                differences if this call waits for the comparison, else the ranks.
+        """
+        self.read_finished()
+        details = {
+            "dtype": str(dtype),
+            "dropout_key": str(dropout),
+            "batch_digest": str(batch_digest),
+            "has_sink": str(has_sink),
+        }
+        call = digest64(" ".join([RELEASE, str(plan_digest(plan)), *details.values()]))
+        announced = _announced.get(self._group)
+        if announced is not None and plan_digest(plan) in announced.plans:
+            announced.calls = digest64(f"{announced.calls} {call}")
+            if not announced.is_awaited:
+                announced.is_awaited = True
+                self._wait(announced.comparison, plan, details)
+            return
+        comparison = self._start(call, plan)
+        if self._has_host_library and (self._device.type == "cpu" or not self._is_agreed):
+            self._is_agreed = self._wait(comparison, plan, details)
+        else:
+            self._unread.append(comparison)
+
+    def _wait(self, comparison: _Comparison, plan: Plan, details: Mapping[str, str]) -> bool:
+        """Wait until all ranks take part, for WAIT_SECONDS; return False after that: it is read later, unless the
+        messages of this call fail as well.
+
+        Raises:
+            ConfigError: ranks differ.
+        """
+        try:
+            with profile_range("compare plans"):
+                comparison.wait(WAIT_SECONDS)
+        except RuntimeError:
+            self._unread.append(comparison)
+            return False
+        if _all_equal(comparison.digests):
+            return True
+        error = self._late_error(comparison)
+        with suppress(PeerError):  # ranks that came long before this one have gone on
+            compare_plans(plan, details, self._group, "cpu", WAIT_SECONDS)
+        raise error
+
+    def read_finished(self) -> None:
+        """Read the comparisons of earlier calls that have finished; more than MAX_UNREAD are waited for.
+
+        Raises:
+            ConfigError: ranks ran different plans in one of these calls; names them.
+            PeerError: a rank died.
+        """
+        while self._unread and (self._unread[0].is_finished() or len(self._unread) > MAX_UNREAD):
+            comparison = self._unread.popleft()
+            try:
+                comparison.wait(self._timeout)
+            except RuntimeError as error:
+                raise _lost_rank(self._rank, error, self._timeout) from error
+            if not _all_equal(comparison.digests):
+                raise self._late_error(comparison)
+
+    def _late_error(self, comparison: _Comparison) -> ConfigError:
+        announced = _announced.pop(self._group, None)
+        is_announced = announced is not None and announced.comparison is comparison
+        ranks_by_digest: dict[int, list[int]] = {}
+        for rank, digest in enumerate(comparison.digests.tolist()):
+            ranks_by_digest.setdefault(digest, []).append(rank)
+        groups = sorted(ranks_by_digest.values(), key=len)
+        texts = [f"{name_ranks(ranks, 'has', 'have')} one" for ranks in groups]
+        where = "micro-batch, or in the one before" if is_announced else "call of attention"
+        return ConfigError(
+            f"rank {self._rank}: ranks ran different plans in the same {where}: "
+            f"{'; '.join(texts)}; this rank ran {comparison.call}; every rank "
+            "calls attention with the same plans, types, dropout keys and batches in the same order, and runs the same "
+            "release of mindspeed-cp (is a rank's data loader a batch ahead?)"
+        )
+
+    def _start(self, digest: int, plan: Plan) -> _Comparison:
+        call = f"{plan.algorithm} over {plan.documents!r}"
+        if not self._has_host_library:
+            return self._start_on_device(digest, call)
+        digests = torch.zeros(self._ranks, dtype=torch.int64)
+        digests[self._rank] = digest
+        # A sum of one-hot vectors: for gloo it takes a third of the time of its all-gather.
+        work = dist.all_reduce(digests, group=self._group, async_op=True)
+        return _Comparison(digests, work.is_completed, lambda limit: work.wait(timedelta(seconds=limit)), call)
+
+    def _start_on_device(self, digest: int, call: str) -> _Comparison:
+        own = torch.full((1,), digest, dtype=torch.int64, device=self._device)
+        gathered = own.new_empty(self._ranks)
+        work = _all_gather_single(gathered, own, group=self._group, async_op=True)
+        module = torch.get_device_module(self._device)
+        stream = _side_stream(self._device)
+        with module.stream(stream):
+            work.wait()  # of the side stream: neither the host nor the current stream waits
+            digests = torch.empty(self._ranks, dtype=torch.int64, pin_memory=True)
+            digests.copy_(gathered, non_blocking=True)
+            event = module.Event()
+            event.record(stream)
+        return _Comparison(digests, event.query, lambda limit: event.synchronize(), call, (own, gathered))
+
+
+#: torch.distributed.all_gather_single, or its older name, of which newer versions of torch warn.
+_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_side_streams: dict[torch.device, Any] = {}
+
+
+def _side_stream(device: torch.device) -> Any:
+    if device not in _side_streams:
+        _side_streams[device] = torch.get_device_module(device).Stream(device)
+    return _side_streams[device]
+
+
+def _all_equal(digests: Tensor) -> bool:
+    return len(set(digests.numpy().tolist())) == 1

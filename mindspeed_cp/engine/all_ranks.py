@@ -41,13 +41,6 @@ from mindspeed_cp.plan import Plan, document_mask
 
 Result = TypeVar("Result")
 
-#: Called with a rank; the context is entered whenever the rank runs.
-Around = Callable[[int], AbstractContextManager[Any]]
-
-
-#: What :func:`mindspeed_cp.engine.attention.forward_run` returns.
-ForwardResult = tuple[Tensor, Sequence[Any], Sequence[Any]]
-
 
 @dataclass(frozen=True)
 class Stepping:
@@ -56,12 +49,12 @@ class Stepping:
     Attributes:
         lazy: when messages are copied, see :class:`mindspeed_cp.comm.InMemoryNetwork`.
         seed: None resumes the ranks in ascending order, one step each; a number draws the next rank at random.
-        around: context for everything that a rank does, for instance to measure or record it.
+        around: called with a rank; context that is entered whenever the rank runs, for instance to measure it.
     """
 
     lazy: bool = False
     seed: int | None = None
-    around: Around = lambda rank: nullcontext()
+    around: Callable[[int], AbstractContextManager[Any]] = lambda rank: nullcontext()
 
 
 def run_all_ranks(
@@ -85,7 +78,9 @@ def run_all_ranks(
     while awaited:
         ready = [rank for rank, pending in awaited.items() if all(transfer.ready for transfer in pending)]
         if not ready:
-            raise PeerError(f"dead-lock: {'; '.join(_blocked(awaited))}")
+            transfers = [transfer for pending in awaited.values() for transfer in pending if not transfer.ready]
+            blocked = [f"{transfer.description} waits for the other end" for transfer in transfers]
+            raise PeerError(f"dead-lock: {'; '.join(blocked)}")
         for rank in ready if random is None else [random.choice(ready)]:
             awaited[rank] = ()  # holds no buffer while the rank runs
             try:
@@ -96,15 +91,6 @@ def run_all_ranks(
                 del awaited[rank]
     network.check_empty()
     return [results[rank] for rank in range(len(runs))]
-
-
-def _blocked(awaited: dict[int, Sequence[InMemoryPending]]) -> list[str]:
-    return [
-        f"{transfer.description} waits for the other end"
-        for pending in awaited.values()
-        for transfer in pending
-        if not transfer.ready
-    ]
 
 
 def attend_all_ranks(
@@ -164,7 +150,7 @@ def _checked_calls(
     for rank, context in enumerate(contexts):
         check_inputs(q[rank], k[rank], v[rank], context)
     key = checked_key(plan, dropout_key) if training and plan.attention.dropout else None
-    return [RankCall(plan, context, runner, None, key, None) for context in contexts]
+    return [RankCall(plan, context, runner, None, key) for context in contexts]
 
 
 class _AllRanks(torch.autograd.Function):
@@ -195,7 +181,7 @@ class _AllRanks(torch.autograd.Function):
 
 def _run_forward(
     calls: Sequence[RankCall], stepping: Stepping, qkv: Sequence[Tensor], weights: LayerWeights
-) -> list[ForwardResult]:
+) -> list[tuple[Tensor, Sequence[Any], Sequence[Any]]]:
     """Run the forward of all ranks, with q of all ranks, then k, then v."""
     network, ranks = InMemoryNetwork(len(calls), stepping.lazy), len(calls)
     q, k, v = (qkv[ranks * i : ranks * (i + 1)] for i in range(3))

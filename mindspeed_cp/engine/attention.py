@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,12 +13,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed_cp.comm import DEFAULT_TIMEOUT, Transport
-from mindspeed_cp.engine.call_agreement import CallAgreement
+from mindspeed_cp.engine.agreement import CallAgreement
 from mindspeed_cp.engine.program_run import ProgramRun, Run, SlotReader, redistribute, run_interleaved, run_to_end
-from mindspeed_cp.engine.rank_context import RankContext, bind_rank
-from mindspeed_cp.engine.rank_parts import REDISTRIBUTION_TAGS, join_rows
+from mindspeed_cp.engine.rank_context import REDISTRIBUTION_TAGS, RankContext, bind_rank, join_rows
 from mindspeed_cp.engine.rank_schedule import RankSchedule
-from mindspeed_cp.engine.recorder import RecordedCall, recorded_call
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention import (
     AttentionBackend,
@@ -68,7 +66,7 @@ def context_parallel_attention(
         v: [t, kv_heads, head_dim_v], rows as for k.
         plan: from :func:`mindspeed_cp.build_plan`, the same on every rank. Every call compares a digest of it, of the
             release of this package, of the type of q, of the dropout key and of `batch_digest` over the group;
-            :mod:`mindspeed_cp.engine.call_agreement` says when.
+            :mod:`mindspeed_cp.engine.agreement` says when.
         group: context-parallel ranks; default: all processes.
         backend: attention backend, by name or as an object with options; default: chosen by the device of q.
         timeout: seconds to wait for a peer in one transfer, on gloo. NCCL and HCCL use the timeout of their group.
@@ -105,8 +103,54 @@ def context_parallel_attention(
         agreement.check(plan, q.dtype, key, batch_digest, sink is not None)
     check_inputs(q, k, v, context)
     weights = checked_weights(plan, q, sink, kv_up)
-    call = RankCall(plan, context, runner, transport, key, recorded_call(), agreement)
+    call = RankCall(plan, context, runner, transport, key, agreement)
     return _Attention.apply(q, k, v, *weights, call)
+
+
+def context_parallel_latent_attention(
+    q: Tensor, shared: Tensor, latent: Tensor, kv_up: Tensor, plan: Plan, **how: Any
+) -> Tensor:
+    """Compute exact multi-head latent attention over all ranks of a plan.
+
+    If the plan's attention has latents, these travel and readers expand them. Otherwise this rank expands its own rows,
+    and keys and values of all heads travel. `build_plan` decides (option `latents`).
+
+    Args:
+        q: rows of this rank in plan.layout, [t, heads, head_dim].
+        shared: channels of k that all heads share, with their rotary positions, rows of this rank in plan.kv_layout_in,
+            [t, channels].
+        latent: [t, channels], after the norm; rows as for `shared`.
+        kv_up: weight of the up-projection of keys and values, [heads * (content + head_dim_v), latent channels]
+            (:mod:`mindspeed_cp.ops.attention.latent`).
+        plan: from :func:`mindspeed_cp.build_plan`, the same on every rank.
+        how: further arguments of :func:`mindspeed_cp.context_parallel_attention`.
+
+    Returns:
+        [t, heads, head_dim_v] of the type of q.
+
+    Raises:
+        ConfigError, PeerError: as there.
+    """
+    check_types(q, shared, latent)
+    if not isinstance(plan, Plan):
+        raise ConfigError(f"plan is {plan!r}; valid: a Plan, from build_plan")
+    for name, x in (("shared", shared), ("latent", latent)):
+        if x.dim() != 2:
+            raise ConfigError(f"{name} has shape {list(x.shape)}; valid: [rows, channels]")
+    if plan.attention.latent is not None:
+        return context_parallel_attention(q, shared[:, None], latent[:, None], plan, kv_up=kv_up, **how)
+    attention = replace(plan.attention, latent=(latent.shape[1], shared.shape[1]))
+    k, v = expanded_rows(shared, latent, checked_up_projection(kv_up, attention, q.dtype, q.device), attention)
+    return context_parallel_attention(q, k, v, plan, **how)
+
+
+def expanded_rows(shared: Tensor, latent: Tensor, kv_up: Tensor, attention: AttentionConfig) -> tuple[Tensor, Tensor]:
+    """Return keys and values of all heads of rows, under autograd; arguments as for
+    :func:`context_parallel_latent_attention`, and an attention with latents."""
+    content = attention.head_dim - shared.shape[1]
+    kv = (latent @ kv_up.t()).view(len(latent), attention.heads, content + attention.head_dim_v)
+    keys, values = kv.split([content, attention.head_dim_v], 2)
+    return torch.cat([keys, shared[:, None].expand(-1, attention.heads, -1)], 2), values
 
 
 def checked_key(plan: Plan, key: DropoutKey | None) -> DropoutKey:
@@ -189,7 +233,6 @@ class RankCall:
         backend: attention backend.
         transport: transport to the other ranks; None for a single rank.
         dropout: (seed, layer); None without dropout.
-        recorded: None without a recorder.
         agreement: comparison of calls with those of other ranks; None for a single rank, and without a process group.
     """
 
@@ -198,7 +241,6 @@ class RankCall:
     backend: AttentionBackend
     transport: Transport | None
     dropout: DropoutKey | None
-    recorded: RecordedCall | None
     agreement: CallAgreement | None = None
 
 
@@ -236,10 +278,10 @@ def forward_run(
     ]
     count = len(q)
     del q, k, v
-    results = yield from run_interleaved(runs, parts.step_order["forward"])
+    results = yield from run_interleaved(runs, context.step_order["forward"])
     out = results[0][0]
     if len(results) > 1:
-        out = join_rows([(result[0], part.rows) for result, part in zip(results, parts.parts, strict=True)], count)
+        out = join_rows([(result[0], part.rows) for result, part in zip(results, parts, strict=True)], count)
     saved = [x for _, tensors, _ in results for x in tensors]
     return out, [*saved, *weights], [state for *_, state in results]
 
@@ -258,12 +300,12 @@ def backward_run(
         tensors = saved[SAVED_TENSORS * n : SAVED_TENSORS * (n + 1)]
         runs.append(_backward_part(n, schedule, dout, tensors, backend_states[n], weights, gradients, call))
     del dout, saved, tensors
-    results = yield from run_interleaved(runs, parts.step_order["backward"])
+    results = yield from run_interleaved(runs, context.step_order["backward"])
     if weights.kv_up is not None and gradients.kv_up is not None:
         gradients = gradients._replace(kv_up=gradients.kv_up.to(weights.kv_up.dtype))
     if len(results) == 1:
         return *results[0], gradients
-    rows, kv_rows = [part.rows for part in parts.parts], [part.kv_rows for part in parts.parts]
+    rows, kv_rows = [part.rows for part in parts], [part.kv_rows for part in parts]
     dq, dk, dv = zip(*results, strict=True)
     return (
         join_rows(list(zip(dq, rows, strict=True)), context.shapes["q"][0]),
@@ -279,33 +321,32 @@ def _forward_part(
     """Run the forward of one part on the rows of the caller. Returns its output there, the tensors to save for the
     backward, and what the backend saves."""
     context, backend = call.context, call.backend
-    recorder = None if call.recorded is None else call.recorded.part_recorder("forward", index)
-    attention, part = context.attentions[index], context.parts.parts[index]
-    moves = part.redistributions
-    if moves.q is None and part.rows is not None:
+    part = context.parts[index]
+    attention = part.attention
+    if part.q is None and part.rows is not None:
         q = take_rows(q, part.rows)
-    if moves.kv is None and part.kv_rows is not None:
+    if part.kv is None and part.kv_rows is not None:
         k, v = take_rows(k, part.kv_rows), take_rows(v, part.kv_rows)
-    if moves.q is None and moves.kv is None:
+    if part.q is None and part.kv is None:
         yield ()
     else:
-        to_compute, label = (moves.q, moves.kv, moves.kv), "q, k and v to heads"
-        q, k, v = yield from redistribute((q, k, v), to_compute, call.transport, label, part.tag, recorder)
+        to_compute, label = (part.q, part.kv, part.kv), "q, k and v to heads"
+        q, k, v = yield from redistribute((q, k, v), to_compute, call.transport, label, part.tag)
     output = OutputAccumulator(q, attention.head_dim_v, schedule.stores_all_rows)
-    state = ForwardState(q, output, context.heads[index], call.dropout)
+    state = ForwardState(q, output, part.heads, call.dropout)
     reader = SlotReader(backend, attention, _expansion(weights, attention, state.heads))
-    run = ProgramRun(schedule, k, v, call.transport, part.tag + REDISTRIBUTION_TAGS, recorder)
+    run = ProgramRun(schedule, k, v, call.transport, part.tag + REDISTRIBUTION_TAGS)
     yield from run.steps(partial(reader.forward, state=state))
     del run  # frees its buffers
     if weights.sink is not None:  # rows are complete: once for each, however many calls and ranks their keys were in
         add_sink(*output.fp32(), weights.sink[slice(*state.heads.q)])
     out, lse = output.result(q.dtype)
     saved = q, k, v, out, lse
-    if moves.q_adjoint is None:
+    if part.q_adjoint is None:
         yield ()
         return out, saved, state.saved
-    to_caller, label = (moves.q_adjoint,), "outputs to tokens"
-    (result,) = yield from redistribute((out,), to_caller, call.transport, label, part.tag, recorder)
+    to_caller, label = (part.q_adjoint,), "outputs to tokens"
+    (result,) = yield from redistribute((out,), to_caller, call.transport, label, part.tag)
     return result, saved, state.saved
 
 
@@ -322,34 +363,32 @@ def _backward_part(
     """Run the backward of one part. Returns dq, dk and dv in the layout of the caller, and adds to `gradients`, those
     of the weights."""
     context, backend = call.context, call.backend
-    recorder = None if call.recorded is None else call.recorded.part_recorder("backward", index)
-    attention, part = context.attentions[index], context.parts.parts[index]
-    moves, (q, k, v, out, lse) = part.redistributions, saved
-    if moves.q is None:
+    part, (q, k, v, out, lse) = context.parts[index], saved
+    attention, heads = part.attention, part.heads
+    if part.q is None:
         dout = dout if part.rows is None else take_rows(dout, part.rows)
         yield ()
     else:
         label = "gradients of outputs to heads"
-        (dout,) = yield from redistribute((dout,), (moves.q,), call.transport, label, part.tag, recorder)
-    heads = context.heads[index]
+        (dout,) = yield from redistribute((dout,), (part.q,), call.transport, label, part.tag)
     if weights.sink is not None and gradients.sink is not None:
         sink, dsink = (x[slice(*heads.q)] for x in (weights.sink, gradients.sink))
         dsink += sink_gradient(dout, out, lse, sink)
     reduce_dtype: torch.dtype = getattr(torch, call.plan.reduce_dtype)
-    run = ProgramRun(schedule, k, v, call.transport, part.tag + REDISTRIBUTION_TAGS, recorder, reduce_dtype)
+    run = ProgramRun(schedule, k, v, call.transport, part.tag + REDISTRIBUTION_TAGS, reduce_dtype)
     dq = GradientAccumulator(q)
     state = BackwardState(q, out, lse, dout, dq, heads, call.dropout, backend_state)
     reader = SlotReader(backend, attention, _expansion(weights, attention, heads), gradients.kv_up)
     yield from run.steps(partial(reader.backward, state=state))
-    kv_dtype = torch.float32 if moves.kv_has_copies else k.dtype  # copies are summed before they are rounded
+    kv_dtype = torch.float32 if part.kv_has_copies else k.dtype  # copies are summed before they are rounded
     dk, dv = run.gradients[0]
     tensors = dq.result(q.dtype), dk.result(kv_dtype), dv.result(kv_dtype)
     del run, reader, state, dq, dk, dv  # frees their buffers
-    if moves.q_adjoint is None and moves.kv_adjoint is None:
+    if part.q_adjoint is None and part.kv_adjoint is None:
         yield ()
         return tensors
-    to_caller, label = (moves.q_adjoint, moves.kv_adjoint, moves.kv_adjoint), "gradients of q, k and v to tokens"
-    moving = redistribute(tensors, to_caller, call.transport, label, part.tag, recorder)
+    to_caller, label = (part.q_adjoint, part.kv_adjoint, part.kv_adjoint), "gradients of q, k and v to tokens"
+    moving = redistribute(tensors, to_caller, call.transport, label, part.tag)
     del tensors  # the moving ones are freed before the moved ones are rounded
     moved_q, moved_k, moved_v = yield from moving
     return moved_q, moved_k.to(k.dtype), moved_v.to(v.dtype)

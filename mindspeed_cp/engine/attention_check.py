@@ -23,7 +23,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_cp.comm import DEFAULT_TIMEOUT, GroupTransport, Transfer, group_rank, has_library, resolve_group
+from mindspeed_cp.comm import (
+    DEFAULT_TIMEOUT,
+    GroupTransport,
+    Transfer,
+    as_row_index,
+    group_rank,
+    has_library,
+    resolve_group,
+)
 from mindspeed_cp.errors import CorruptionError
 from mindspeed_cp.layout import ragged_arange
 from mindspeed_cp.ops.attention.contract import DropoutKey
@@ -205,7 +213,8 @@ class AttentionCheck:
             sample = draw_sample(plan, self._generator)
             if sample is None:
                 return
-            rows, kv_head = _as_index(sample.key_rows(plan, rank)[0], k.device), sample.kv_head
+            numbers, kv_head = sample.key_rows(plan, rank)[0], sample.kv_head
+            rows = as_row_index(numbers, np.ones_like(numbers), k.device)
             k, v = k[rows].detach(), v[rows].detach()
             if kv_up is not None:
                 k, v = LatentExpansion(kv_up, plan.attention, (sample.head, sample.head + 1)).expand(k, v)
@@ -336,13 +345,6 @@ def _gather(
     for pending in transport.post(transfers):
         pending.wait()
     return {**shards, observed.rank: own} if observed.rank == sample.rank else None
-
-
-def _as_index(rows: np.ndarray, device: torch.device) -> slice | Tensor:
-    """Return row numbers as a slice if they are one run, as outside trees they are, else as a tensor."""
-    if not len(rows) or rows[-1] - rows[0] + 1 == len(rows):
-        return slice(int(rows[0]), int(rows[-1]) + 1) if len(rows) else slice(0, 0)
-    return torch.from_numpy(rows).to(device)
 
 
 def _difference(observed: _Observed, shards: Mapping[int, Tensor], ranks: Sequence[int], layer: int) -> str | None:

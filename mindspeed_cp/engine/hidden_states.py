@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from mindspeed_cp.comm import RankRedistribution, Transport, rank_redistribution
+from mindspeed_cp.engine.plan_cache import kept_with_plan
 from mindspeed_cp.engine.program_run import Run, redistribute, run_to_end
-from mindspeed_cp.engine.recorder import PartRecorder, recorded_call
 from mindspeed_cp.layout import Redistribution, sequence_parallel_layout
 from mindspeed_cp.plan import Plan
 
@@ -36,13 +34,6 @@ class HiddenRedistribution:
         return HiddenRedistribution(self.to_linear, self.to_attention)
 
 
-_rank_cache: WeakKeyDictionary[Plan, dict[tuple[int, torch.device, int, int], HiddenRedistribution]] = (
-    WeakKeyDictionary()
-)
-_redistributions: WeakKeyDictionary[Plan, dict[tuple[int, int], Redistribution]] = WeakKeyDictionary()
-_lock = threading.Lock()
-
-
 def hidden_redistribution(
     plan: Plan, rank: int, device: torch.device, shares: int = 1, multiple: int = 1
 ) -> HiddenRedistribution:
@@ -57,23 +48,18 @@ def hidden_redistribution(
         multiple: rows are padded to a multiple of this, see :func:`mindspeed_cp.layout.sequence_parallel_layout`.
     """
     assert plan.linear_layout is not None
-    with _lock:
-        of_ranks = _rank_cache.setdefault(plan, {})
-        redistributions = _redistributions.setdefault(plan, {})
-    sharing = shares, multiple if shares > 1 else 1
-    if sharing not in redistributions:
-        linear, layout = (
-            x if shares == 1 else sequence_parallel_layout(x, *sharing) for x in (plan.linear_layout, plan.layout)
-        )
-        redistributions[sharing] = Redistribution(linear, layout, 1)
-    key = rank, device, *sharing
-    if key not in of_ranks:
-        redistribution = redistributions[sharing]
-        of_ranks[key] = HiddenRedistribution(
-            rank_redistribution(redistribution, rank, device),
-            rank_redistribution(redistribution, rank, device, adjoint=True),
-        )
-    return of_ranks[key]
+    layouts, sharing = (plan.linear_layout, plan.layout), (shares, multiple if shares > 1 else 1)
+
+    def redistribution() -> Redistribution:
+        linear, layout = (x if shares == 1 else sequence_parallel_layout(x, *sharing) for x in layouts)
+        return Redistribution(linear, layout, 1)
+
+    def rank_redistributions() -> HiddenRedistribution:
+        both = kept_with_plan(plan, ("hidden states", *sharing), redistribution)
+        to_attention, to_linear = (rank_redistribution(both, rank, device, adjoint=back) for back in (False, True))
+        return HiddenRedistribution(to_attention, to_linear)
+
+    return kept_with_plan(plan, ("hidden states", rank, device, *sharing), rank_redistributions)
 
 
 def redistribute_hidden(
@@ -103,28 +89,21 @@ def redistribute_hidden(
 class _RedistributeHidden(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, hidden: HiddenRedistribution, transport: Transport | None, label: str) -> Tensor:
-        call = recorded_call()
-        ctx.call = hidden, transport, label, call
-        recorder = None if call is None else call.part_recorder("forward", redistribution_kind="hidden_states")
-        return run_to_end(redistribute_rows(x, hidden.to_attention, transport, label, recorder))
+        ctx.call = hidden, transport, label
+        return run_to_end(redistribute_rows(x, hidden.to_attention, transport, label))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, transport, label, call = ctx.call
-        recorder = None if call is None else call.part_recorder("backward", redistribution_kind="hidden_states")
-        label = f"gradients of {label}"
-        return run_to_end(redistribute_rows(gradient, hidden.to_linear, transport, label, recorder)), None, None, None
+        hidden, transport, label = ctx.call
+        run = redistribute_rows(gradient, hidden.to_linear, transport, f"gradients of {label}")
+        return run_to_end(run), None, None, None
 
 
 def redistribute_rows(
-    x: Tensor,
-    redistribution: RankRedistribution,
-    transport: Transport | None,
-    label: str,
-    recorder: PartRecorder | None = None,
+    x: Tensor, redistribution: RankRedistribution, transport: Transport | None, label: str
 ) -> Run[Tensor]:
     """Redistribute rows of any shape [rows, ...]; a computation that can be interleaved with those of other ranks."""
     rows = x.flatten(1).unsqueeze(1).contiguous()
-    (out,) = yield from redistribute((rows,), (redistribution,), transport, label, recorder=recorder)
+    (out,) = yield from redistribute((rows,), (redistribution,), transport, label)
     return out.reshape(len(out), *x.shape[1:])

@@ -15,17 +15,15 @@ import torch
 from torch import Tensor
 
 from mindspeed_cp.comm import (
-    ExchangePart,
     Pending,
     RankRedistribution,
     Transfer,
     Transport,
-    exchange_buffers,
     staging_buffer,
     start_redistributions,
 )
-from mindspeed_cp.engine.rank_schedule import ExchangeOp, P2POp, RankSchedule
-from mindspeed_cp.engine.recorder import COMPUTE, POST, UNPACK, PartRecorder
+from mindspeed_cp.engine.profile_ranges import profile_range
+from mindspeed_cp.engine.rank_schedule import P2POp, RankSchedule
 from mindspeed_cp.ops.attention import AttentionBackend, BackwardState, ForwardState, GradientAccumulator
 from mindspeed_cp.ops.attention.latent import LatentExpansion
 from mindspeed_cp.ops.rows import RowIndex, put_rows, take_rows
@@ -48,7 +46,6 @@ class ProgramRun:
         k, v: shard of this rank.
         transport: transport to the other ranks; None for a single rank.
         tag: first tag of the messages.
-        recorder: records kernels, messages and waits; None to record nothing.
         reduce_dtype: type in which gradients of keys and values travel.
 
     Attributes:
@@ -63,10 +60,9 @@ class ProgramRun:
         v: Tensor,
         transport: Transport | None,
         tag: int = 0,
-        recorder: PartRecorder | None = None,
         reduce_dtype: torch.dtype = torch.float32,
     ) -> None:
-        self._schedule, self._transport, self._tag, self._recorder = schedule, transport, tag, recorder
+        self._schedule, self._transport, self._tag = schedule, transport, tag
         self._reduce_dtype = reduce_dtype
         self.k = [k, *(k.new_empty((rows, *k.shape[1:])) for rows in schedule.capacity[1:])]
         self.v = [v, *(v.new_empty((rows, *v.shape[1:])) for rows in schedule.capacity[1:])]
@@ -84,27 +80,17 @@ class ProgramRun:
             PeerError: a peer died or did not answer in time.
         """
         in_flight: InFlight = {}
-        exchanges: dict[int, Pending] = {}
-        recorder = self._recorder
-        for number, step in enumerate(self._schedule.steps):
-            start = None if recorder is None else recorder.mark()
-            for exchange in step.exchanges:
-                exchanges[exchange.number] = self._post_exchange(exchange, in_flight)
+        for step in self._schedule.steps:
             if step.p2p_ops:
-                if not step.exchanges:
+                with profile_range("post messages"):
                     self._post(step.p2p_ops, in_flight)
-                if recorder is not None:
-                    size = self._reduce_dtype.itemsize
-                    start = recorder.record_posted(start, number, step.p2p_ops, self.k[0], self.v[0], size)
-            for slot, calls in step.compute:
-                compute(self, slot, calls, step.rows_read.get(slot))
-            if recorder is not None and step.compute:
-                recorder.record_span(COMPUTE, start, number)
-            arriving = [exchanges.pop(exchange) for exchange in step.wait_for_exchanges]
-            yield arriving or [transfer for message in step.wait_for for transfer in in_flight[message][1]]
-            if step.wait_for or arriving:
-                self._wait(step.wait_for, arriving, in_flight, number)
-            del arriving
+            with profile_range("attention"):
+                for slot, calls in step.compute:
+                    compute(self, slot, calls, step.rows_read.get(slot))
+            yield [transfer for message in step.wait_for for transfer in in_flight[message][1]]
+            if step.wait_for:
+                with profile_range("wait for messages"):
+                    self._wait(step.wait_for, in_flight)
 
     def _post(self, p2p_ops: Sequence[P2POp], in_flight: InFlight) -> None:
         assert self._transport is not None, "a plan for a single rank has no messages"
@@ -116,24 +102,6 @@ class ProgramRun:
         for i, op in enumerate(p2p_ops):
             pair = slice(2 * i, 2 * i + 2)
             in_flight[op.number] = op, pending[pair], [transfer.tensor for transfer in transfers[pair]]
-
-    def _post_exchange(self, exchange: ExchangeOp, in_flight: InFlight) -> Pending:
-        """Post one exchange: pack the rows that this rank sends, and let received rows arrive in a buffer, from which
-        they are unpacked."""
-        assert self._transport is not None, "a plan for a single rank has no messages"
-        parts = []
-        for op in exchange.ops:
-            for x in (self.k[op.slot], self.v[op.slot]):
-                dtype = self._reduce_dtype if op.reduces else x.dtype
-                parts.append(ExchangePart(op.peer, op.sends, (op.count, *x.shape[1:]), dtype))
-        buffers, views = exchange_buffers(parts, self._transport.ranks, self.k[0].device)
-        for i, op in enumerate(exchange.ops):
-            pair = views[2 * i : 2 * i + 2]
-            in_flight[op.number] = op, (), () if op.sends else pair
-            if op.sends:
-                for index, view in enumerate(pair):
-                    view.copy_(self._rows_sent(op, index))
-        return self._transport.all_to_all(buffers, exchange.label)
 
     def _buffers(self, op: P2POp) -> tuple[Tensor, ...]:
         """Return the two tensors that a message reads or writes: views of the slot where its rows are contiguous,
@@ -153,35 +121,27 @@ class ProgramRun:
             return self.gradients[op.slot][index].rows(op.rows, self._reduce_dtype)
         return take_rows((self.k, self.v)[index][op.slot], op.rows)
 
-    def _wait(self, numbers: Sequence[int], exchanges: Sequence[Pending], in_flight: InFlight, step: int) -> None:
-        """Wait for messages and the exchanges that carry them, and unpack them. A function of its own, so that staging
-        buffers are freed before the next step's messages are posted."""
-        recorder = self._recorder
-        start = None if recorder is None else recorder.mark()
+    def _wait(self, numbers: Sequence[int], in_flight: InFlight) -> None:
+        """Wait for messages, and unpack them. A function of its own, so that staging buffers are freed before the next
+        step's messages are posted."""
         received = []
-        for exchange in exchanges:
-            exchange.wait()
         for number in numbers:
             op, pending, buffers = in_flight.pop(number)
             for transfer in pending:
                 transfer.wait()
             if not op.sends:
                 received.append((op, buffers))
-        if recorder is not None:
-            start = recorder.record_arrived(start, step, numbers)
         for op, buffers in received:  # after all sends of the step: unpacking may overwrite the rows that they send
-            self._unpack(op, buffers, bool(exchanges))
-        if recorder is not None and received:
-            recorder.record_span(UNPACK, start, step)
+            self._unpack(op, buffers)
 
-    def _unpack(self, op: P2POp, buffers: Sequence[Tensor], packed: bool) -> None:
+    def _unpack(self, op: P2POp, buffers: Sequence[Tensor]) -> None:
         """Add received gradients to those of the slot, or put received keys and values, which have no gradient yet,
         where they belong, if they did not arrive there."""
         if op.reduces:
             for gradient, buffer in zip(self.gradients[op.slot], buffers, strict=True):
                 gradient.add(op.rows, buffer)
             return
-        if not isinstance(op.rows, slice) or packed:
+        if not isinstance(op.rows, slice):
             for slot, buffer in zip((self.k[op.slot], self.v[op.slot]), buffers, strict=True):
                 put_rows(slot, op.rows, buffer)
         for gradient in self.gradients[op.slot]:
@@ -240,7 +200,6 @@ def redistribute(
     transport: Transport | None,
     label: str,
     tag: int = 0,
-    recorder: PartRecorder | None = None,
 ) -> Run[list[Tensor]]:
     """Redistribute several tensors at once and return them. Tensors without a redistribution are returned unchanged.
     Yields once, after all transfers are posted.
@@ -249,14 +208,11 @@ def redistribute(
         PeerError: a peer died or did not answer in time.
     """
     work = [(x, item) for x, item in zip(tensors, redistributions, strict=True) if item is not None]
-    start = None if recorder is None else recorder.mark()
-    in_flight = start_redistributions(work, transport, label, tag)
-    posted = None if recorder is None else recorder.record_span(POST, start, None)
+    with profile_range("post messages"):
+        in_flight = start_redistributions(work, transport, label, tag)
     yield in_flight.pending
-    start = None if recorder is None else recorder.mark()
-    outputs = iter(in_flight.finish())
-    if recorder is not None:
-        recorder.record_redistributed(posted, start, work)
+    with profile_range("wait for messages"):
+        outputs = iter(in_flight.finish())
     return [x if item is None else next(outputs) for x, item in zip(tensors, redistributions, strict=True)]
 
 
@@ -265,7 +221,7 @@ def run_interleaved(runs: Sequence[Run[Result]], step_order: Sequence[int]) -> R
 
     Args:
         runs: one computation for each part.
-        step_order: see :class:`mindspeed_cp.engine.rank_parts.RankParts`.
+        step_order: see :class:`mindspeed_cp.engine.rank_context.RankContext`.
     """
     if len(runs) == 1:
         return [(yield from runs[0])]

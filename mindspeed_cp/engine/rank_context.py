@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from typing import Any
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from mindspeed_cp.comm import GroupTransport, checked_timeout, group_rank, group_size
-from mindspeed_cp.engine.agreement import plan_digest
-from mindspeed_cp.engine.call_agreement import CallAgreement
-from mindspeed_cp.engine.rank_parts import build_rank_parts
+from mindspeed_cp.comm import (
+    GroupTransport,
+    RankRedistribution,
+    as_row_index,
+    checked_timeout,
+    group_rank,
+    group_size,
+    rank_redistribution,
+)
+from mindspeed_cp.engine.agreement import CallAgreement, plan_digest
+from mindspeed_cp.engine.plan_cache import kept_with_plan
 from mindspeed_cp.engine.rank_schedule import RankSchedule, build_rank_schedule
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.layout import ragged_arange
 from mindspeed_cp.ops.attention import AttentionBackend, Heads, backend_for_device
-from mindspeed_cp.plan import Plan
+from mindspeed_cp.ops.rows import RowIndex, put_rows
+from mindspeed_cp.plan import AttentionConfig, Plan, part_ends, part_rows
+
+REDISTRIBUTION_TAGS = 4  # tags per part; at most three redistributions (q, k and v) are in flight at once
 
 
 class RankContext:
@@ -26,8 +37,9 @@ class RankContext:
     Attributes:
         rank: context-parallel rank.
         shapes: of q, k and v, by name.
-        attentions, heads: for each part, its attention and the heads that this rank computes.
-        parts: parts of the plan on this rank.
+        parts: parts of the plan on this rank; a plan without parts is one part.
+        step_order: by direction, the indices of the parts in the order in which they are resumed after their
+            redistributions are posted: once for each step, and once more to finish.
     """
 
     def __init__(self, plan: Plan, rank: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -39,9 +51,8 @@ class RankContext:
             "k": (kv_rows, attention.kv_row.heads, attention.kv_row.dim),
             "v": (kv_rows, attention.kv_row.heads, attention.kv_row.dim_v),
         }
-        self.attentions = [part.attention for part in plan.parts_or_self]
-        self.heads = [part_heads(part, rank) for part in plan.parts_or_self]
         self.parts = build_rank_parts(plan, rank, device)
+        self.step_order = {direction: _step_order(plan, direction) for direction in ("forward", "backward")}
         self._schedules: dict[tuple[str, bool], Sequence[RankSchedule]] = {}
 
     def schedules(
@@ -57,6 +68,31 @@ class RankContext:
         return schedules
 
 
+@dataclass(frozen=True)
+class RankPart:
+    """One part of a plan on one rank. It is cached beside the plan and therefore does not refer to it.
+
+    Attributes:
+        attention, heads: its attention, and the heads that this rank computes.
+        q, kv: redistributions from the layout of the caller to the layout of the computation; None between equal ones.
+        q_adjoint, kv_adjoint: back to the layout of the caller.
+        kv_has_copies: True if several ranks hold the same kv head, whose gradients are then summed on the way back.
+        rows, kv_rows: the part's queries, and its keys and values, among the rows of the caller; None for all rows.
+        tag: first tag of the part's messages. Parts have disjoint tags.
+    """
+
+    attention: AttentionConfig
+    heads: Heads
+    q: RankRedistribution | None
+    kv: RankRedistribution | None
+    q_adjoint: RankRedistribution | None
+    kv_adjoint: RankRedistribution | None
+    kv_has_copies: bool
+    rows: RowIndex | None
+    kv_rows: RowIndex | None
+    tag: int
+
+
 def part_heads(plan: Plan, rank: int) -> Heads:
     """Return the query heads and kv heads that a rank computes."""
     attention = plan.attention
@@ -66,12 +102,68 @@ def part_heads(plan: Plan, rank: int) -> Heads:
     return Heads(queries, plan.kv_layout_compute.head_range(rank, attention.kv_heads))
 
 
+def build_rank_parts(plan: Plan, rank: int, device: torch.device) -> list[RankPart]:
+    """Build the parts of a rank, with row numbers on a device."""
+    parts, tag = [], 0
+    for index, part in enumerate(plan.parts_or_self):
+        q, kv = part.q_redistribution, part.kv_redistribution
+        numbers, rows = _rows(plan, index, rank, False, device)
+        kv_numbers, kv_rows = _rows(plan, index, rank, True, device)
+        parts.append(
+            RankPart(
+                part.attention,
+                part_heads(part, rank),
+                None if q is None else rank_redistribution(q, rank, device, rows=numbers),
+                None if kv is None else rank_redistribution(kv, rank, device, rows=kv_numbers),
+                None if q is None else rank_redistribution(q, rank, device, adjoint=True),
+                None if kv is None else rank_redistribution(kv, rank, device, adjoint=True),
+                kv is not None and kv.has_copies,
+                rows,
+                kv_rows,
+                tag,
+            )
+        )
+        messages = [m for program in (part.forward, part.backward) for m in (program.fetch, program.reduce)]
+        tag += REDISTRIBUTION_TAGS + 4 * max(map(len, messages))
+    return parts
+
+
+def _rows(
+    plan: Plan, part: int, rank: int, keys: bool, device: torch.device
+) -> tuple[np.ndarray | None, RowIndex | None]:
+    """Return the rows of a part among the rows of the caller, as numbers and as an index; None for all rows."""
+    if not plan.parts:
+        return None, None
+    first, count = part_rows(plan, part, rank, keys)
+    layout = plan.kv_layout_in if keys else plan.layout
+    if count.sum() == layout.token_counts[rank]:
+        return None, None
+    return ragged_arange(first, count), as_row_index(first, count, device)
+
+
+def _step_order(plan: Plan, direction: str) -> Sequence[int]:
+    ends, order = part_ends(plan, direction), []
+    turns = plan.step_order(direction)
+    for number, (part, _) in enumerate(turns):
+        order += [part] * (1 + (ends[part] == number))
+    return order + [part for part, end in enumerate(ends) if end == len(turns)]
+
+
+def join_rows(parts: Sequence[tuple[Tensor, RowIndex | None]], count: int) -> Tensor:
+    """Return the tensor of the caller with ``count`` rows, from each part's tensor and its rows in the result. The rows
+    of the parts cover the result, each row once."""
+    for x, rows in parts:
+        if rows is None:
+            return x
+    out = parts[0][0].new_empty((count, *parts[0][0].shape[1:]))
+    for x, rows in parts:
+        assert rows is not None
+        put_rows(out, rows, x)
+    return out
+
+
 #: What a call needs to know about the rank and the group of this process.
 Binding = tuple[RankContext, AttentionBackend, GroupTransport | None, CallAgreement | None]
-
-_contexts: WeakKeyDictionary[Plan, dict[tuple[Any, ...], RankContext]] = WeakKeyDictionary()
-_bindings: WeakKeyDictionary[Plan, dict[tuple[Any, ...], Binding]] = WeakKeyDictionary()
-_lock = threading.Lock()
 
 
 def rank_context(
@@ -83,14 +175,10 @@ def rank_context(
     Raises:
         ConfigError: the backend does not support the attention or the device.
     """
-    with _lock:
-        contexts = _contexts.setdefault(plan, {})
     backend.check(plan.attention, dtype)
     backend.check_device(device)
-    key = rank, backend.key, dtype, device
-    if key not in contexts:
-        contexts[key] = RankContext(plan, rank, dtype, device)
-    return contexts[key]
+    key = "context", rank, backend.key, dtype, device
+    return kept_with_plan(plan, key, lambda: RankContext(plan, rank, dtype, device))
 
 
 def bind_rank(
@@ -108,15 +196,25 @@ def bind_rank(
     Raises:
         ConfigError: the timeout is not valid, or the group or the backend does not fit the plan.
     """
-    with _lock:
-        bindings = _bindings.setdefault(plan, {})
     name = backend if isinstance(backend, str) else id(backend)  # the binding keeps the object, and so its id, alive
-    key = group if group is not None else dist.group.WORLD, name, timeout, dtype, device
+    key = "binding", group if group is not None else dist.group.WORLD, name, timeout, dtype, device
     try:
-        if key in bindings:
-            return bindings[key]
+        hash(key)
     except TypeError:
-        pass  # not hashable; refused below
+        checked_timeout(timeout)
+        group_size(group)
+        raise
+    return kept_with_plan(plan, key, lambda: _bind_rank(plan, group, backend, timeout, dtype, device))
+
+
+def _bind_rank(
+    plan: Plan,
+    group: dist.ProcessGroup | None,
+    backend: str | AttentionBackend | None,
+    timeout: float,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Binding:
     timeout = checked_timeout(timeout)
     runner = backend_for_device(device.type, backend)
     size = group_size(group)
@@ -129,11 +227,9 @@ def bind_rank(
             f"the plan is for {plan.ranks} ranks, but the group has {size}; build the plan for the group's size"
         )
     context = rank_context(plan, group_rank(group), runner, dtype, device)
-    transport, agreement = (
-        (GroupTransport(group, timeout, device), CallAgreement(group, timeout, device)) if size > 1 else (None, None)
-    )
-    bindings[key] = context, runner, transport, agreement
-    return bindings[key]
+    if size == 1:
+        return context, runner, None, None
+    return context, runner, GroupTransport(group, timeout, device), CallAgreement(group, timeout, device)
 
 
 def prepare(
@@ -164,6 +260,6 @@ def prepare(
         plan_digest(plan)
     for direction in ("forward", "backward"):
         schedules = context.schedules(plan, runner, direction, training and plan.attention.dropout > 0)
-        for heads, schedule in zip(context.heads, schedules, strict=True):
+        for part, schedule in zip(context.parts, schedules, strict=True):
             for calls in (calls for step in schedule.steps for _, calls in step.compute):
-                runner.prepare(calls, plan.attention, heads, device)
+                runner.prepare(calls, plan.attention, part.heads, device)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import threading
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -24,7 +22,8 @@ from mindspeed_cp.comm import (
     group_size,
     rank_redistribution,
 )
-from mindspeed_cp.engine.call_agreement import CallAgreement
+from mindspeed_cp.engine.agreement import CallAgreement
+from mindspeed_cp.engine.plan_cache import kept_with_plan
 from mindspeed_cp.engine.program_run import Run, redistribute, run_to_end
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Layout, Roll
@@ -119,7 +118,8 @@ def context_parallel_roll(
     transport = None
     if ranks > 1:
         transport = GroupTransport(group, checked_timeout(timeout), x.device)
-        _agreement(plan, group, timeout, x.device).check(plan, x.dtype)
+        key = "roll", group if group is not None else dist.group.WORLD, timeout, x.device
+        kept_with_plan(plan, key, lambda: CallAgreement(group, timeout, x.device)).check(plan, x.dtype)
     roll = _rank_roll(plan, int(shift), rank, x.device)
     if not (x.requires_grad and torch.is_grad_enabled()):
         return run_to_end(roll_run(x, roll, transport, fill, "rows of a roll"))
@@ -142,25 +142,7 @@ class _Roll(torch.autograd.Function):
         return run_to_end(roll_run(gradient, backward, transport, 0, "gradients of a roll")), None, None, None, None
 
 
-_rolls: WeakKeyDictionary[Plan, dict[tuple[int, int, torch.device], RankRoll]] = WeakKeyDictionary()
-_agreements: WeakKeyDictionary[Plan, dict[tuple[Any, float, torch.device], CallAgreement]] = WeakKeyDictionary()
-_lock = threading.Lock()
-
-
 def _rank_roll(plan: Plan, shift: int, rank: int, device: torch.device) -> RankRoll:
     """Return what a rank does in a roll of the plan; it is kept as long as the plan lives."""
-    with _lock:
-        rolls = _rolls.setdefault(plan, {})
     key = shift, rank, device
-    if key not in rolls:
-        rolls[key] = rank_roll(plan.batch_layout, *key)
-    return rolls[key]
-
-
-def _agreement(plan: Plan, group: dist.ProcessGroup | None, timeout: float, device: torch.device) -> CallAgreement:
-    with _lock:
-        agreements = _agreements.setdefault(plan, {})
-    key = group if group is not None else dist.group.WORLD, timeout, device
-    if key not in agreements:
-        agreements[key] = CallAgreement(group, timeout, device)
-    return agreements[key]
+    return kept_with_plan(plan, ("roll", *key), lambda: rank_roll(plan.batch_layout, *key))

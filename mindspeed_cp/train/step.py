@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mindspeed_cp.engine.agreement import calls_digest
 from mindspeed_cp.engine.attention_check import AttentionCheck
-from mindspeed_cp.engine.call_agreement import calls_digest
 from mindspeed_cp.errors import CorruptionError, DivergenceError
 from mindspeed_cp.megatron import loss_function, megatron_imports
 from mindspeed_cp.megatron.adaptors.loss import REPORT_KEY

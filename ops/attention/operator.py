@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,60 +13,56 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import TOKEN_SPAN, Documents
 from mindspeed_cp.ops.attention.accumulators import GradientAccumulator, OutputAccumulator
 from mindspeed_cp.ops.attention.backends import backend_for_device
-from mindspeed_cp.ops.attention.contract import BackwardState, DropoutKey, ForwardState, Heads, checked_dropout_key
+from mindspeed_cp.ops.attention.contract import (
+    AttentionBackend,
+    BackwardState,
+    DropoutKey,
+    ForwardState,
+    Heads,
+    checked_dropout_key,
+)
 from mindspeed_cp.ops.attention.sink import add_sink, checked_sink
 from mindspeed_cp.plan import AttentionConfig
 from mindspeed_cp.plan.tiles import tiles_between
 
 
-@dataclass(frozen=True)
-class CheckedArguments:
-    """Checked arguments of :func:`mindspeed_cp.ops.attention.attention`.
+def _checked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | np.ndarray,
+    cu_seqlens_kv: Tensor | np.ndarray,
+    mask: str,
+    scale: float | None,
+    window: tuple[int, int] | None,
+    alibi: object,
+    dropout_p: float,
+    dropout_key: DropoutKey | None,
+    backend: str | None,
+) -> tuple[AttentionBackend, AttentionConfig, np.ndarray, DropoutKey | None]:
+    """Check the arguments of both directions. Returns the backend, the configuration of the layer, the tiles (records
+    of dtype TILE, step and slot 0), and (seed, layer), or None without dropout.
 
-    Attributes:
-        attention: configuration of the layer.
-        tiles: records of dtype TILE, step and slot 0.
-        dropout_key: (seed, layer); None: no dropout.
+    Raises:
+        ConfigError: arguments do not fit.
     """
-
-    attention: AttentionConfig
-    tiles: np.ndarray
-    dropout_key: DropoutKey | None
-
-    @staticmethod
-    def check(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cu_seqlens_q: Tensor | np.ndarray,
-        cu_seqlens_kv: Tensor | np.ndarray,
-        mask: str,
-        scale: float | None,
-        window: tuple[int, int] | None,
-        alibi: object,
-        dropout_p: float,
-        dropout_key: DropoutKey | None,
-    ) -> CheckedArguments:
-        """Check the arguments and derive the tiles.
-
-        Raises:
-            ConfigError: arguments do not fit.
-        """
-        _check_tensors(q, k, v)
-        attention = AttentionConfig(
-            q.shape[1], k.shape[1], q.shape[2], v.shape[2],
-            mask=mask, scale=scale, window=window, alibi=alibi, dropout=dropout_p,  # type: ignore[arg-type]  # checked there
-        )  # fmt: skip
-        if attention.dropout > 0 and dropout_key is None:
-            raise ConfigError(f"dropout_p is {dropout_p}, dropout_key is None; valid: (seed, layer), or dropout_p=0.0")
-        key = checked_dropout_key(dropout_key) if attention.dropout > 0 else None
-        for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
-            if not np.issubdtype(np.asarray(x).dtype, np.integer):
-                raise ConfigError(f"{name} is of {np.asarray(x).dtype}; valid: whole numbers")
-        cu_q, cu_k = (np.asarray(x, np.int64) for x in (cu_seqlens_q, cu_seqlens_kv))
-        _check_lengths(cu_q, cu_k, len(q), len(k), mask)
-        tiles = _tiles(np.diff(cu_q), np.diff(cu_k), attention)
-        return CheckedArguments(attention, tiles, key)
+    _check_tensors(q, k, v)
+    attention = AttentionConfig(
+        q.shape[1], k.shape[1], q.shape[2], v.shape[2],
+        mask=mask, scale=scale, window=window, alibi=alibi, dropout=dropout_p,  # type: ignore[arg-type]  # checked there
+    )  # fmt: skip
+    if attention.dropout > 0 and dropout_key is None:
+        raise ConfigError(f"dropout_p is {dropout_p}, dropout_key is None; valid: (seed, layer), or dropout_p=0.0")
+    key = checked_dropout_key(dropout_key) if attention.dropout > 0 else None
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
+        if not np.issubdtype(np.asarray(x).dtype, np.integer):
+            raise ConfigError(f"{name} is of {np.asarray(x).dtype}; valid: whole numbers")
+    cu_q, cu_k = (np.asarray(x, np.int64) for x in (cu_seqlens_q, cu_seqlens_kv))
+    _check_lengths(cu_q, cu_k, len(q), len(k), mask)
+    runner = backend_for_device(q.device.type, backend)
+    runner.check(attention, q.dtype)
+    runner.check_device(q.device)
+    return runner, attention, _tiles(np.diff(cu_q), np.diff(cu_k), attention), key
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -170,17 +165,13 @@ def attention(
     Raises:
         ConfigError: shapes, lengths, types or settings do not fit, or the backend does not support them.
     """
-    problem = CheckedArguments.check(
-        q, k, v, cu_seqlens_q, cu_seqlens_kv, mask, scale, window, alibi, dropout_p, dropout_key
+    runner, config, tiles, key = _checked(
+        q, k, v, cu_seqlens_q, cu_seqlens_kv, mask, scale, window, alibi, dropout_p, dropout_key, backend
     )
-    config = problem.attention
-    runner = backend_for_device(q.device.type, backend)
-    runner.check(config, q.dtype)
-    runner.check_device(q.device)
-    calls = runner.lower_forward(problem.tiles, len(q), config, q.dtype).get((0, 0), ())
+    calls = runner.lower_forward(tiles, len(q), config, q.dtype).get((0, 0), ())
     q, k, v = (_last_dim_contiguous(x) for x in (q, k, v))
     output = OutputAccumulator(q, v.shape[-1])
-    state = ForwardState(q, output, Heads.all(config), problem.dropout_key, {} if saved is None else saved)
+    state = ForwardState(q, output, Heads.all(config), key, {} if saved is None else saved)
     runner.forward(calls, config, state, k, v)
     if sink is not None:
         add_sink(*output.fp32(), checked_sink(sink, q.shape[1], q.device))
@@ -222,13 +213,9 @@ def attention_backward(
     Raises:
         ConfigError: as for :func:`attention`, or dout, out or lse do not fit q and v.
     """
-    problem = CheckedArguments.check(
-        q, k, v, cu_seqlens_q, cu_seqlens_kv, mask, scale, window, alibi, dropout_p, dropout_key
+    runner, config, tiles, key = _checked(
+        q, k, v, cu_seqlens_q, cu_seqlens_kv, mask, scale, window, alibi, dropout_p, dropout_key, backend
     )
-    config = problem.attention
-    runner = backend_for_device(q.device.type, backend)
-    runner.check(config, q.dtype)
-    runner.check_device(q.device)
     rows = len(q), q.shape[1]
     for name, x, shape, dtype in (
         ("dout", dout, (*rows, v.shape[2]), q.dtype),
@@ -241,8 +228,8 @@ def attention_backward(
             )
     q, k, v, out, dout = (_last_dim_contiguous(x) for x in (q, k, v, out, dout))
     dq, dk, dv = (GradientAccumulator(x) for x in (q, k, v))
-    calls = runner.lower_backward(problem.tiles, len(q), config, q.dtype).get((0, 0), ())
-    state = BackwardState(q, out, lse, dout, dq, Heads.all(config), problem.dropout_key, saved or {})
+    calls = runner.lower_backward(tiles, len(q), config, q.dtype).get((0, 0), ())
+    state = BackwardState(q, out, lse, dout, dq, Heads.all(config), key, saved or {})
     runner.backward(calls, config, state, k, v, dk, dv)
     return dq.fp32(), dk.fp32(), dv.fp32()
 

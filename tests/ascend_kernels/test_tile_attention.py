@@ -174,43 +174,23 @@ def test_what_it_cannot_do_is_refused() -> None:
         ConfigError, match=r"dtype is torch.float64; the tile kernel supports float32, bfloat16, float16"
     ):
         backend.check(CASES["causal"][0], torch.float64)
-    x = torch.zeros(3, 2, 16)
-    schedule = TileSchedule.of(np.zeros(0, TILE), CASES["causal"][0], 32)
-    with pytest.raises(
-        ConfigError, match=r"q, k and v is torch.float32, torch.float32, torch.float16; valid: of one type"
-    ):
-        tile_attention_(x, x, x.half(), x, x[..., 0], schedule, 1.0)
-    with pytest.raises(ConfigError, match="the number of kv heads is 2; valid: a divisor of 3"):
-        tile_attention_(torch.zeros(3, 3, 16), x, x, x, x[..., 0], schedule, 1.0)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"q": torch.zeros(2, 40, 16).transpose(0, 1)}, "q is of strides"),
-        ({"k": torch.zeros(40, 2, 32)}, r"k's shape is \[40, 2, 32\]; valid: \[40, 2, 16\]"),
-        ({"v": torch.zeros(39, 2, 16)}, r"v's shape is \[39, 2, 16\]; valid: \[40, 2, 16\]"),
-        ({"v": torch.zeros(40, 2, 16, device="meta")}, "v is on meta; valid: on cpu"),
-        ({"out": torch.zeros(40, 2, 16).half()}, "out's type is torch.float16; valid: torch.float32"),
-        ({"lse": torch.zeros(2, 40).T}, r"lse is of strides \[1, 40\]; valid: contiguous"),
-        ({"slopes": torch.zeros(2).double()}, "slopes's type is torch.float64; valid: torch.float32"),
-        ({"slopes": torch.zeros(4)[::2]}, r"slopes is of strides \[2\]; valid: contiguous"),
-        ({name: torch.zeros(40, 2, 16).double() for name in "qkv"}, "q's type is torch.float64; valid: torch.float32"),
-        ({name: torch.zeros(40, 2, 0) for name in "qk"}, r"q's shape is \[40, 2, 0\]; valid: \[rows, heads, chan"),
-        ({name: torch.zeros(30, 2, 16) for name in "kv"}, "k's number of rows is 30; valid: 40 or more, as the tiles name"),
-        (
-            {"q": torch.zeros(30, 2, 16), "out": torch.zeros(30, 2, 16), "lse": torch.zeros(30, 2)},
-            "q's number of rows is 30; valid: 40 or more, as the tiles name",
-        ),
-        ({"rows": 16}, "rows of the schedule's blocks is 16; valid: 32, see schedule_block_rows"),
-        ({"device": "meta"}, "the schedule is on meta; valid: on cpu"),
+        ({"v": torch.zeros(40, 2, 16, device="meta")}, "v is of strides .* on meta; valid: contiguous, on cpu"),
+        ({"lse": torch.zeros(2, 40).T}, r"lse is of strides \[1, 40\]"),
+        ({"slopes": torch.zeros(4)[::2]}, r"slopes is of strides \[2\]"),
+        ({"device": "meta"}, "schedule is of strides .* on meta"),
     ],
     ids=lambda x: " ".join(x) if isinstance(x, dict) else None,
 )  # fmt: skip
-def test_what_kernels_would_misread_is_refused(implementation, change, message) -> None:
+def test_memory_that_kernels_would_misread_is_refused(implementation, change, message) -> None:
     x = {name: torch.zeros(40, 2, 16) for name in ("q", "k", "v", "out")} | {"lse": torch.zeros(40, 2)} | change
     tiles = np.zeros(1, TILE)
     tiles["q_rows"] = tiles["k_rows"] = 40
-    schedule = TileSchedule.of(tiles, AttentionConfig(2, 2, 16), x.pop("rows", 32), "q", x.pop("device", "cpu"))
+    schedule = TileSchedule.of(tiles, AttentionConfig(2, 2, 16), 32, "q", x.pop("device", "cpu"))
     with pytest.raises(ConfigError, match=message):
         tile_attention_(**x, schedule=schedule, scale=1.0, implementation=implementation)

@@ -153,15 +153,6 @@ def test_edges_connect_without_waiting_in_a_circle(case):
                 left[rank].pop(0)
 
 
-def test_a_ring_connects_in_few_rounds():
-    """Not one pair after the other: a ring of 16 needs 4 rounds at most."""
-    order = connection_order([(r, (r + 1) % 16) for r in range(16)], 16)
-    busy: dict[int, int] = {}
-    for a, b in order:
-        busy[a] = busy[b] = max(busy.get(a, 0), busy.get(b, 0)) + 1
-    assert max(busy.values()) <= 4
-
-
 def test_edges_are_those_of_both_directions():
     plan = build_plan(Documents([64]), Topology(1, 4), AttentionConfig(1), "direct", layout="contiguous")
     fetched = {(int(m["src"]), int(m["dst"])) for m in plan.forward.fetch.items}

@@ -63,6 +63,14 @@ def test_every_step_of_a_rank_runs_inside_its_context():
     assert rounds > plan.forward.steps and entered == [0, 1, 2] * rounds
 
 
+def test_a_profile_names_what_the_engine_does():
+    plan, leaves, _ = all_ranks(replace(CASE, algorithm="hybrid"))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        attend_all_ranks(*leaves, plan)
+    names = {event.key for event in profiler.key_averages() if event.key.startswith("context parallel: ")}
+    assert names == {f"context parallel: {what}" for what in ("post messages", "attention", "wait for messages")}
+
+
 def test_a_plan_whose_message_ends_disagree_is_refused():
     """The rows of one fetch are changed for its sender, as if ranks had different plans."""
     from mindspeed_cp.comm import InMemoryTransport

@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from mindspeed_cp import ConfigError, Documents, PeerError, PlanError, context_parallel_attention
 from mindspeed_cp.algorithms import ALGORITHMS
 from mindspeed_cp.comm import checked_timeout
-from mindspeed_cp.engine import call_agreement, prepare
+from mindspeed_cp.engine import agreement, prepare
 from mindspeed_cp.engine.rank_context import rank_context
 from mindspeed_cp.layout import contiguous
 from mindspeed_cp.ops.attention import get_backend
@@ -42,7 +42,7 @@ def attend_alone(rank, group, case):
         )
         return None
     plan, leaves, _ = local(rank, case)
-    call_agreement.WAIT_SECONDS = 0.1
+    agreement.WAIT_SECONDS = 0.1
     try:
         context_parallel_attention(*leaves, plan, group, timeout=1.5)
     except PeerError as error:

@@ -16,10 +16,9 @@ from mindspeed_cp.comm import GroupTransport
 from mindspeed_cp.engine import Stepping, prepare, rank_context
 from mindspeed_cp.engine.rank_schedule import build_rank_schedule
 from mindspeed_cp.ops.attention.cpu.backend import CpuAttention
-from mindspeed_cp.plan import combine, peak_bytes, select_documents, traffic
+from mindspeed_cp.plan import combine, select_documents
 from tests.engine.cases import Case, errors, run_here, sizes, worst
-from tests.engine.meters import BUFFERS
-from tests.engine.test_buffers import assert_planned_bytes_sent, counted
+from tests.engine.test_buffers import check
 from tests.engine.test_dropout import SEEN, matrix_of
 from tests.layout.layouts import equal_tokens
 from tests.plan.parts import mixed_plan, remapped, shuffled
@@ -166,23 +165,7 @@ def test_bytes_sent_and_allocated_are_those_of_the_plan(ranks):
         if name not in ("latent attention", "dropout", "full mask")
         for dtype in ((torch.bfloat16,) if ranks == 8 else (torch.float32, torch.bfloat16))
     ]
-    for case in cases:
-        results = counted(case)
-        plan, size = case.plan(), case.dtype.itemsize
-        said = traffic(plan, size)
-        limits = peak_bytes(plan, "forward", size), peak_bytes(plan, "backward", size)
-        for rank in range(ranks):
-            there, back, *peaks = results[rank]
-            assert_planned_bytes_sent(said[rank], there, back, case, rank)
-            for direction, limit, peak in zip(("forward", "backward"), limits, peaks, strict=True):
-                got = {name: (peak[name], int(limit[rank][name])) for name in (*BUFFERS, "total")}
-                assert all(actual <= most for actual, most in got.values()), (direction, rank, case, got)
-                assert all(got[name][0] == got[name][1] for name in ("kv", "redistributed")), (
-                    direction,
-                    rank,
-                    case,
-                    got,
-                )
+    check(cases, ranks)
 
 
 def test_everything_is_made_by_prepare_and_goes_with_the_plan(monkeypatch):

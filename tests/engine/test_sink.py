@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from functools import lru_cache
 from random import Random
 from typing import Any
 
@@ -17,11 +16,12 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_cp import ConfigError, Plan, context_parallel_attention
+from mindspeed_cp import ConfigError, context_parallel_attention
 from mindspeed_cp.engine import Stepping, attend_all_ranks, attend_in_process
-from mindspeed_cp.ops.attention import attention, attention_backward, dense_packed_attention, sink_gradient
-from tests.engine.cases import NAMES, VARIANTS, Case, all_ranks, attend_here, filled_with_nan, variants
+from mindspeed_cp.ops.attention import attention, attention_backward, sink_gradient
+from tests.engine.cases import NAMES, VARIANTS, Case, all_ranks, attend_here, variants
 from tests.engine.draw import problem
+from tests.engine.layer_weights import exact_results, largest_error, run, sink_of
 from tests.engine.test_attention_check import compare_here, watch
 from tests.plan.parts import mixed_plan
 from tools import capabilities
@@ -48,46 +48,6 @@ PROBLEMS = {
 }
 
 
-def sink_of(case: Case) -> torch.Tensor:
-    """A sink for each head: between 2 and 6, as lse is for 10 to 400 keys."""
-    return 4.0 + 2.0 * torch.linspace(-1, 1, case.heads) if case.heads > 1 else torch.full((1,), 4.0)
-
-
-@lru_cache(64)
-def exact_results(case: Case) -> dict[str, torch.Tensor]:
-    """out, dq, dk, dv and dsink in fp64, of a case on one rank."""
-    q, k, v, dout = (x.double() for x in case.inputs())
-    leaves = [x.requires_grad_() for x in (q, k, v, sink_of(case).double())]
-    key = case.dropout_key if case.dropout else None
-    out, _ = dense_packed_attention(
-        case.attention, *leaves[:3], case.documents, kv_documents=case.kv_documents, dropout_key=key, sink=leaves[3]
-    )
-    gradients = torch.autograd.grad(out, leaves, dout, allow_unused=True)
-    zeros = [torch.zeros_like(leaf) if x is None else x for x, leaf in zip(gradients, leaves, strict=True)]
-    return dict(zip(RESULTS, [out.detach(), *zeros], strict=True))
-
-
-def largest_errors(case: Case, results: dict[str, torch.Tensor]) -> dict[str, float]:
-    """The largest error of each result over its largest number, which counts as 1 at least."""
-    alone = exact_results(replace(case, ranks=1, nodes=1, algorithm="ring", options=(), dtype=torch.float32))
-    errors = {}
-    for name, wanted in alone.items():
-        assert results[name].shape == wanted.shape and torch.isfinite(results[name]).all(), (name, case)
-        scale = max(1 / (1 - case.dropout), float(wanted.abs().max()) if wanted.numel() else 0.0)
-        errors[name] = float((results[name].double() - wanted).abs().max()) / scale if wanted.numel() else 0.0
-    return errors
-
-
-def run(case: Case, stepping: Stepping | None = None, plan: Plan | None = None, **how: Any) -> dict[str, torch.Tensor]:
-    key = case.dropout_key if case.dropout else None
-    with filled_with_nan():
-        return vars(
-            attend_in_process(
-                plan or case.plan(), *case.inputs(), dropout_key=key, stepping=stepping, sink=sink_of(case), **how
-            )
-        )
-
-
 @variants()
 def test_fp32_agrees_with_fp64(variant: str, ranks: int, request: pytest.FixtureRequest) -> None:
     """Every third problem by default, other ones for every variant."""
@@ -96,7 +56,7 @@ def test_fp32_agrees_with_fp64(variant: str, ranks: int, request: pytest.Fixture
     thorough = request.config.getoption("thorough")
     for name in list(PROBLEMS)[0 if thorough else first :: 1 if thorough else 3]:
         case = PROBLEMS[name].on(ranks, variant)
-        worst[name] = max(largest_errors(case, run(case, stepping)).values())
+        worst[name] = largest_error(case, run(case, stepping, sink=sink_of(case)))
     assert {name: error for name, error in worst.items() if error > 1e-5} == {}
 
 
@@ -104,7 +64,7 @@ def test_the_gradient_of_a_sink_is_that_of_all_parts() -> None:
     case = Case((64, 30, 20, 9), 3)
     plan = mixed_plan(case.plan().documents, 3, case.plan().attention)
     assert len(plan.parts) > 1
-    assert max(largest_errors(case, run(case, plan=plan)).values()) <= 1e-5
+    assert largest_error(case, run(case, plan=plan, sink=sink_of(case))) <= 1e-5
 
 
 EXACT = [c for c in capabilities.all_cells() if c.backend == "cpu" and capabilities.unsupported(c) is None]
@@ -114,14 +74,13 @@ EXACT = [c for c in capabilities.all_cells() if c.backend == "cpu" and capabilit
 @given(st.sampled_from(EXACT), st.integers(1, 7), st.randoms(use_true_random=False))
 def test_every_cell_of_the_table_takes_a_sink(cell: capabilities.Cell, ranks: int, rng: Random) -> None:
     case = problem(cell, ranks, rng)
-    errors = largest_errors(case, run(case, Stepping(lazy=ranks % 2 == 0)))
-    assert max(errors.values()) < 1e-5, (case, errors)
+    assert largest_error(case, run(case, Stepping(lazy=ranks % 2 == 0), sink=sink_of(case))) < 1e-5, case
 
 
 def test_the_sink_takes_a_share_of_every_row() -> None:
     case = PROBLEMS["packed and ragged"].on(3, "ring")
     without = attend_in_process(case.plan(), *case.inputs())
-    moved = (run(case)["out"] - without.out).abs().max() / without.out.abs().max()
+    moved = (run(case, sink=sink_of(case))["out"] - without.out).abs().max() / without.out.abs().max()
     assert moved > 0.2
     assert without.dsink is None
 
@@ -129,8 +88,7 @@ def test_the_sink_takes_a_share_of_every_row() -> None:
 @pytest.mark.parametrize("ranks", [1, 8])
 def test_bf16_is_as_exact_as_without_a_sink(ranks: int) -> None:
     case = replace(Case((129, 3, 0, 50, 7, 311), 1, kv_heads=2), dtype=torch.bfloat16).on(ranks, "hierarchical")
-    errors = largest_errors(case, run(case))
-    assert max(errors.values()) < 2e-2, errors
+    assert largest_error(case, run(case, sink=sink_of(case))) < 2e-2
 
 
 def step(rank: int, group: Any, cases: list[Case]) -> list[list[torch.Tensor]]:
@@ -156,7 +114,7 @@ def test_processes_agree_with_fp64(workers) -> None:
         layouts = plan.layout, plan.layout, plan.kv_layout_in, plan.kv_layout_in
         whole = [layout.unshard([part[i] for part in results]) for i, layout in enumerate(layouts)]
         for _, *_, dsink in results:
-            assert max(largest_errors(case, dict(zip(RESULTS, [*whole, dsink], strict=True))).values()) < 1e-5
+            assert largest_error(case, dict(zip(RESULTS, [*whole, dsink], strict=True))) < 1e-5
 
 
 def call(rank: int, group: Any) -> str:
@@ -206,7 +164,7 @@ def test_one_device_agrees_with_fp64(name: str) -> None:
     out, lse = attention(q, k, v, case.documents.offsets, kv.offsets, sink=sink_of(case), **options)
     gradients = attention_backward(dout, q, k, v, out, lse, case.documents.offsets, kv.offsets, **options)
     dsink = sink_gradient(dout, out, lse, sink_of(case))
-    assert max(largest_errors(case, dict(zip(RESULTS, (out, *gradients, dsink), strict=True))).values()) < 1e-5
+    assert largest_error(case, dict(zip(RESULTS, (out, *gradients, dsink), strict=True))) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["window", pytest.param("dropout", marks=pytest.mark.thorough)])
@@ -240,4 +198,4 @@ def test_only_the_sink_may_want_a_gradient() -> None:
     sink = sink_of(case).requires_grad_()
     out = context_parallel_attention(*case.inputs()[:3], case.plan(), sink=sink)
     (dsink,) = torch.autograd.grad(out, sink, case.inputs()[3])
-    assert float((dsink - exact_results(case)["dsink"]).abs().max()) < 1e-4
+    assert float((dsink - exact_results(case, True)["dsink"]).abs().max()) < 1e-4

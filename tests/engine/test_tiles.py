@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
 from mindspeed_cp.engine import Stepping
-from tests.engine.cases import Case, all_ranks, attend, attend_here, local
+from tests.engine.cases import Case, all_ranks, attend_here
 from tests.engine.meters import Meter
 
 TOKENS, HEADS = 3000, 2
@@ -52,46 +51,3 @@ def test_a_mask_of_the_whole_tile_would_be_noticed():
     with Meter() as meter:
         torch.zeros(1, HEADS, TOKENS // 2, TOKENS)
     assert meter.largest["engine"] > 8 * BLOCK
-
-
-def most_memory(rank, group, case):
-    """Bytes by which the memory of the process grows at most; kernels' own, which no torch operation shows, included."""
-    plan, leaves, dout = local(rank, case)
-    before = high_water(reset=True)
-    torch.autograd.grad(attend(case, plan, leaves, group), leaves, dout)
-    return high_water() - before
-
-
-def high_water(reset: bool = False) -> int:
-    """Bytes of memory that this process had at most, since the last reset."""
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")
-    [line] = [x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmHWM")]
-    return int(line.split()[1]) * 1024
-
-
-def one_mask(rank, group):
-    before = high_water(reset=True)
-    torch.ones(1, HEADS, 4000, 8000)
-    return high_water() - before
-
-
-def test_such_a_mask_would_be_noticed(workers):
-    assert workers.run(1, one_mask)[0] > 240 * 2**20
-
-
-@pytest.mark.parametrize(
-    "problem",
-    [
-        pytest.param(name, marks=() if name in ("causal", "ALiBi, window, bf16") else pytest.mark.thorough)
-        for name in PROBLEMS
-        if name != "dropout"
-    ],
-)
-def test_memory_grows_with_the_tokens_not_with_their_square(workers, problem):
-    """8,000 tokens of 2 heads on 2 ranks: weights or a mask of one rank's share would be 256 MB in fp32."""
-    case = PROBLEMS[problem]
-    lengths = {"lengths": (8000,), "kv_lengths": case.kv_lengths and (7000,)}
-    for algorithm in ("direct", "ulysses"):
-        for grown in workers.run(2, most_memory, replace(case, **lengths).on(2, algorithm)):
-            assert grown < 64 * 2**20

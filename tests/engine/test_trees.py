@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -13,13 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_cp import ConfigError, Documents, context_parallel_attention
+from mindspeed_cp import Documents
 from mindspeed_cp.engine import attend_in_process
-from mindspeed_cp.engine.attention_check import draw_sample
 from mindspeed_cp.ops.attention import dense_packed_attention
-from tests.engine.cases import VARIANTS, Case, all_ranks, attend_here, run_all, worst
+from tests.engine.cases import VARIANTS, Case, run_all, worst
 from tests.engine.draw import parents
-from tests.engine.test_attention_check import backward, compare_here, watch
 from tests.engine.test_engine import PROBLEMS
 
 TREES = {name: case for name, case in PROBLEMS.items() if case.parents is not None}
@@ -90,56 +86,3 @@ def test_processes_agree_with_fp64(workers: Any) -> None:
     cases = [case.on(3, variant) for case in TREES.values() for variant in ("ring", "ulysses", "hierarchical")]
     for case, results in zip(cases, zip(*workers.run(3, run_all, cases), strict=True), strict=True):
         assert worst(case, list(results)) <= 1e-5, case
-
-
-def call(rank: int, group: Any) -> str:
-    """What a rank says if its tree is another one than that of the others."""
-    case = replace(TREES["a trace that branches"], algorithm="ring", ranks=3)
-    if rank == 1:
-        case = replace(case, parents=(-1, 0, 1, 2, 2, 1, 1, 0, -1))
-    plan, (q, k, v, _) = case.plan(), case.inputs()
-    try:
-        context_parallel_attention(*(plan.layout.shard(x, rank) for x in (q, k, v)), plan, group)
-    except ConfigError as error:
-        return str(error)
-    return "attends"
-
-
-def test_ranks_with_other_parents_are_found(workers: Any) -> None:
-    for text in workers.run(3, call):
-        assert re.search(r"documents: .*parents=\[-1, 0, 1, 2, 2, 1", text), text
-
-
-@pytest.mark.parametrize("variant", ["ring", "ulysses", "hierarchical, KV fetch"])
-def test_a_sample_sees_the_keys_of_the_whole_path(variant: str) -> None:
-    case = replace(TREES["a trace that branches"], window=(9, 0)).on(4, variant)
-    plan, documents = case.plan(), case.documents
-    assert documents.trees is not None
-    for seed in range(20):
-        sample = draw_sample(plan, np.random.default_rng(seed))
-        assert sample is not None
-        path = documents.trees.path(sample.document)
-        tokens = np.concatenate([np.arange(documents.offsets[d], documents.offsets[d + 1]) for d in path])
-        wanted = tokens[max(0, sample.position - 9) : sample.position + sample.rows]
-        held = plan.layout.tokens(sample.rank)[sample.row : sample.row + sample.rows]
-        assert held.tolist() == tokens[sample.position : sample.position + sample.rows].tolist()
-        seen: dict[int, int] = {}
-        for rank in range(plan.ranks):
-            rows, numbers = sample.key_rows(plan, rank)
-            seen |= dict(zip(numbers.tolist(), plan.kv_layout_in.tokens(rank)[rows].tolist(), strict=True))
-        assert [seen[number] for number in range(sample.keys)] == wanted.tolist()
-
-
-@pytest.mark.parametrize("variant", ["direct", "ulysses", "hierarchical, KV fetch"])
-def test_the_check_accepts_trees_and_finds_another_output(variant: str) -> None:
-    case, problems = TREES["a trace that branches"].on(4, variant), 0
-    for seed in range(8):
-        plan, leaves, dout = all_ranks(case)
-        out = attend_here(case, plan, leaves)
-        checks = watch(case, plan, leaves, out, seed)
-        backward(leaves, out, dout)
-        assert compare_here(checks) is None
-        wrong = [x * 1.2 for x in attend_here(case, plan, leaves)]
-        text = compare_here(watch(case, plan, leaves, wrong, seed))
-        problems += text is not None and "document" in text
-    assert problems == 8

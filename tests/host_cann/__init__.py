@@ -56,10 +56,10 @@ def load(folder: str | Path | None = None) -> ModuleType:
     loaded = {path.name: ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL) for path in paths}
     import torch_npu
 
-    from tests.host_cann import cann_batches, fallback, oracle
+    from tests.host_cann import cann_batches, fallback, oracle_abi
 
     _libraries.update(loaded)
-    oracle.connect(loaded["libopapi.so"])
+    oracle_abi.connect(loaded["libopapi.so"])
     cann_batches.connect(loaded["libhccl.so"])
     fallback.install(loaded["libascendcl.so"])
     return torch_npu

@@ -48,7 +48,7 @@ class AttentionCall:
 
     Attributes:
         gradient: the call is one of the gradient.
-        layout: in capitals.
+        layout: in capitals; only TND and BSND are modelled.
         ends_q, ends_k: actual_seq_qlen and actual_seq_kvlen; None where none are given.
         q_start, kv_start: q_start_idx and kv_start_idx; empty where none are given.
         dy, softmax_max, softmax_sum, attention_in: of the gradient only.
@@ -61,21 +61,17 @@ class AttentionCall:
     layout: str
     gradient: bool = False
     pse: Shaped | None = None
-    padding_mask: Shaped | None = None
     atten_mask: Shaped | None = None
     drop_mask: Shaped | None = None
     keep_prob: float = 1.0
     pre_tokens: int = UNLIMITED
     next_tokens: int = UNLIMITED
-    inner_precise: int = 0
-    prefix: tuple[int, ...] = ()
     ends_q: tuple[int, ...] | None = None
     ends_k: tuple[int, ...] | None = None
     sparse_mode: int = 0
     pse_type: int = 1
     q_start: tuple[int, ...] = ()
     kv_start: tuple[int, ...] = ()
-    softmax_layout: str = ""
     dy: Shaped | None = None
     softmax_max: Shaped | None = None
     softmax_sum: Shaped | None = None
@@ -90,55 +86,28 @@ class AttentionCall:
     def sizes(self) -> Sizes:
         """Batch, rows, heads and widths; of a call whose layout, dimensions and head_num are in order. In TND the
         rows are those of the longest sequences."""
-        q, k, v, n = self.query.shape, self.key.shape, self.value.shape, self.head_num
-        if self.layout in ("BSH", "SBH"):
-            d = q[2] // n
-            kv_heads = k[2] // d
-            batch, s1, s2 = (q[0], q[1], k[1]) if self.layout == "BSH" else (q[1], q[0], k[0])
-            return Sizes(batch, s1, s2, n, kv_heads, d, d, v[2] // kv_heads)
-        widths = q[-1], k[-1], v[-1]
+        q, k = self.query.shape, self.key.shape
+        widths = q[-1], k[-1], self.value.shape[-1]
         if self.packed:
             longest = (max(x) for x in zip(*self.sequences, strict=True)) if self.sequences else (0, 0)
             return Sizes(len(self.sequences), *longest, q[1], k[1], *widths)
-        heads, rows = (1, 2) if self.layout == "BNSD" else (2, 1)
-        return Sizes(q[0], q[rows], k[rows], q[heads], k[heads], *widths)
+        return Sizes(q[0], q[1], k[1], q[2], k[2], *widths)
 
     @cached_property
     def sequences(self) -> tuple[tuple[int, int], ...]:
-        """(Sq, Skv) of each sequence of TND; in the other layouts of each batch entry."""
+        """(Sq, Skv) of each sequence of TND; in BSND of each batch entry."""
         if not self.packed:
             return ((self.sizes.s1, self.sizes.s2),) * self.sizes.batch
         lengths = ([b - a for a, b in pairwise((0, *(ends or ())))] for ends in (self.ends_q, self.ends_k))
-        pairs = list(zip(*lengths, strict=False))
-        while (
-            len(pairs) > 1 and self.ends_q and self.ends_q[len(pairs) - 1] == 0 == (self.ends_k or (1,))[len(pairs) - 1]
-        ):
-            pairs.pop()  # zeros at the end: entries that take no part
-        return tuple(pairs)
-
-    @cached_property
-    def band_index(self) -> int:
-        """Number of the sequence that sparse modes 7 and 8 treat as a band: the last, or first, that has queries."""
-        present = [i for i, (sq, _) in enumerate(self.sequences) if sq]
-        return (present or [0])[-1 if self.sparse_mode == 7 else 0]
+        return tuple(zip(*lengths, strict=False))
 
 
 @dataclass(frozen=True)
 class UpdateCall:
-    """A call of RingAttentionUpdate.
-
-    Attributes:
-        prev, cur: attention output, maximum and sum of both parts.
-        lengths: actual_seq_qlen; None where it is not given.
-        ends: its numbers; None where they are not known (on a device they are read by the kernel).
-    """
+    """A call of RingAttentionUpdate in SBH: attention output, maximum and sum of both parts."""
 
     prev: tuple[Shaped, Shaped, Shaped]
     cur: tuple[Shaped, Shaped, Shaped]
-    layout: str = "SBH"
-    softmax_layout: str = ""
-    lengths: Shaped | None = None
-    ends: tuple[int, ...] | None = None
 
 
 class Item(NamedTuple):

@@ -26,18 +26,13 @@ SOURCES = {
     "flash_attention_score_grad_tiling_s1s2_bn2gs1s2.cpp": f"ops-transformer, {_GRAD}/op_host/arch32/",
     "aclnn_ring_attention_update.cpp": f"ops-transformer, {_UPDATE}/op_host/op_api/",
     "ring_attention_update_tiling.cpp": f"ops-transformer, {_UPDATE}/op_host/",
-    "ring_attention_update_tnd.h": f"ops-transformer, {_UPDATE}/op_kernel/",
-    "FlashAttentionV2KernelNpuOpApi.cpp": "op-plugin, op_plugin/ops/opapi/",
-    "RingAttentionUpdateKernelNpuOpApi.cpp": "op-plugin, op_plugin/ops/opapi/",
-    "batch_send_recv_op.cc": "hccl, src/ops/batch_send_recv/",
     "ins_v2_batch_send_recv_executor.cc": "hccl, src/ops/batch_send_recv/executor/",
     "HcclBatchSendRecv.md": "hccl, docs/zh/api_ref/comm_op_interface/",
     "HcclBatchSendRecv, CANN 8.0 to 8.5": "hiascend.com, canncommercial/800 and CANNCommunityEdition/850alpha002, hcclcpp_07_0033",
 }  # fmt: skip
 
-#: What CANN does with a call that breaks a rule: it returns an error; it takes the call and leaves an argument
-#: without effect; it takes the call, and what comes out is not defined.
-REFUSED, IGNORED, UNDEFINED = "refused", "ignored", "undefined"
+#: What CANN does with a call that breaks a rule: it returns an error, or it takes the call and what comes out is not defined.
+REFUSED, UNDEFINED = "refused", "undefined"
 
 
 class Refused(Exception):
@@ -58,7 +53,7 @@ class Rule:
         name: of the rule, in errors, tests and the table of tests/host_cann/rules.md.
         text: the rule in one sentence.
         source: one of SOURCES and, after a colon, the function there.
-        effect: REFUSED, IGNORED or UNDEFINED.
+        effect: REFUSED or UNDEFINED.
         kept: how the package keeps it.
         broken: what is wrong with a call, None where nothing is.
     """
@@ -114,10 +109,9 @@ class Rules:
         return (rule for group in self.groups for rule in group)
 
     def breaches(self, call: Any) -> list[Breach]:
-        """The rules that the call breaks, up to the first group with one that CANN does not just ignore."""
-        out: list[Breach] = []
+        """The rules of the first group of which the call breaks one."""
         for group in self.groups:
-            out += [Breach(rule, detail) for rule in group if (detail := rule.broken(call)) is not None]
-            if any(breach.rule.effect != IGNORED for breach in out):
-                break
-        return out
+            out = [Breach(rule, detail) for rule in group if (detail := rule.broken(call)) is not None]
+            if out:
+                return out
+        return []

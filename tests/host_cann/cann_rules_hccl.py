@@ -19,24 +19,6 @@ batch_rules.group()
 
 
 @batch_rules.add(
-    "batch-peer", "The other rank is one of the communicator's.",
-    "batch_send_recv_op.cc: HcclBatchSendRecv", "peers are ranks of the group (ProcessGroupHCCL checks them too)",
-)  # fmt: skip
-def batch_peer(call: BatchCall) -> str | None:
-    far = [x.peer for x in call.items if not 0 <= x.peer < call.ranks]
-    return f"the list names rank {far[0]}; valid: 0 to {call.ranks - 1}" if far else None
-
-
-@batch_rules.add(
-    "batch-direction", "An entry is a send or a receive.",
-    "ins_v2_batch_send_recv_executor.cc: GetPairWiseList", "`batch_isend_irecv` has no other",
-)  # fmt: skip
-def batch_direction(call: BatchCall) -> str | None:
-    other = [x.direction for x in call.items if x.direction not in ("send", "recv")]
-    return f"sendRecvType is neither a send nor a receive: {other[0]}" if other else None
-
-
-@batch_rules.add(
     "batch-dtype", "The type is an integer of 8 to 64 bits, fp16, bf16, fp32 or fp64.",
     "HcclBatchSendRecv.md: data types", "messages have the type of q, k, v, fp32, or uint8",
 )  # fmt: skip

@@ -108,14 +108,6 @@ def operator_held(stream: torch.npu.Stream, seconds: float | None = None) -> Ite
             release(stream)
 
 
-def tasks() -> int:
-    """How many tasks the streams of this process have finished."""
-    device_memory.stream(torch.device("npu"))  # what torch_npu's queue has yet to call is on its way
-    count = library("acl").host_cann_tasks
-    count.restype = ctypes.c_uint64
-    return count()
-
-
 def missing() -> list[str]:
     """Functions of CANN that were called and that the stand-in does not have."""
     names = library("acl").host_cann_missing

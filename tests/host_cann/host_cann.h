@@ -64,9 +64,6 @@ int host_cann_release(void* stream);
 /* Enqueues a task that fails with this code and text. */
 int host_cann_fail(void* stream, int code, const char* text);
 
-/* Tasks that the workers of this process have finished: copies, fills, event records and waits, tasks of the other libraries. */
-uint64_t host_cann_tasks(void);
-
 /* Names of runtime functions that were called though the stand-in does not have them (build.py makes one that does nothing for
  * each), separated by blanks, each once. */
 const char* host_cann_missing(void);

@@ -1,8 +1,7 @@
-/* Fused attention and its gradient: the calls that torch_npu makes for npu_fusion_attention and npu_fusion_attention_v2.
+/* Fused attention and its gradient: the calls that torch_npu makes for npu_fusion_attention_v2.
  *
- * Arguments have torch_npu's own names for them (without its prefix "format_"), in its order; tests/npu/test_oracle_abi.py
- * compares both with the argument lists in the wheel. "Score" is for equal lengths, "VarLenScore" and "UnpaddingScoreGrad" for
- * TND. The versions without a number and V4 serve npu_fusion_attention, V2 serves npu_fusion_attention_v2. V3 and V5 (rope,
+ * Arguments have torch_npu's own names for them (without its prefix "format_"), in its order. "Score" is for equal lengths,
+ * "VarLenScore" and "UnpaddingScoreGrad" for TND. The versions without a number and V4 (of npu_fusion_attention), V3 and V5 (rope,
  * sink) are not here: torch_npu then says that this CANN does not have them.
  */
 #include "opapi.h"
@@ -26,7 +25,6 @@ typedef const char* S;
 #define STARTS I q_start_idx_val, I kv_start_idx_val
 #define F_STARTS FIELD(q_start_idx_val), FIELD(kv_start_idx_val)
 
-/* torch_npu spells pre_tockens and next_tockens for some of these calls; here they are tokens everywhere. */
 #define NUMBERS                                                                                                         \
     double keep_prob, int64_t pre_tokens, int64_t next_tokens, int64_t head_num, S input_layout, int64_t inner_precise, \
         int64_t sparse_mode
@@ -43,17 +41,9 @@ typedef const char* S;
 
 extern "C" {
 
-int aclnnFlashAttentionScoreGetWorkspaceSize(INPUTS, I prefixN, double scale, NUMBERS, OUTPUTS, ANSWER) {
-    CALL(aclnnFlashAttentionScore, F_INPUTS, FIELD(prefixN), FIELD(scale), F_NUMBERS, F_OUTPUTS)
-}
-
 int aclnnFlashAttentionScoreV2GetWorkspaceSize(INPUTS, I prefixN, STARTS, double scale, NUMBERS, int64_t pse_type, OUTPUTS,
                                                ANSWER) {
     CALL(aclnnFlashAttentionScoreV2, F_INPUTS, FIELD(prefixN), F_STARTS, FIELD(scale), F_NUMBERS, FIELD(pse_type), F_OUTPUTS)
-}
-
-int aclnnFlashAttentionVarLenScoreGetWorkspaceSize(INPUTS, I prefixN, LENGTHS, double scale, NUMBERS, OUTPUTS, ANSWER) {
-    CALL(aclnnFlashAttentionVarLenScore, F_INPUTS, FIELD(prefixN), F_LENGTHS, FIELD(scale), F_NUMBERS, F_OUTPUTS)
 }
 
 int aclnnFlashAttentionVarLenScoreV2GetWorkspaceSize(INPUTS, I prefixN, LENGTHS, STARTS, double scale, NUMBERS, int64_t pse_type,
@@ -62,25 +52,10 @@ int aclnnFlashAttentionVarLenScoreV2GetWorkspaceSize(INPUTS, I prefixN, LENGTHS,
          FIELD(pse_type), F_OUTPUTS)
 }
 
-int aclnnFlashAttentionVarLenScoreV4GetWorkspaceSize(INPUTS, I prefixN, LENGTHS, double scale, NUMBERS, S softmax_layout, OUTPUTS,
-                                                     ANSWER) {
-    CALL(aclnnFlashAttentionVarLenScoreV4, F_INPUTS, FIELD(prefixN), F_LENGTHS, FIELD(scale), F_NUMBERS, FIELD(softmax_layout),
-         F_OUTPUTS)
-}
-
-int aclnnFlashAttentionScoreGradGetWorkspaceSize(GRAD_INPUTS, I prefixN, double scale_value, NUMBERS, GRADS, ANSWER) {
-    CALL(aclnnFlashAttentionScoreGrad, F_GRAD_INPUTS, FIELD(prefixN), FIELD(scale_value), F_NUMBERS, F_GRADS)
-}
-
 int aclnnFlashAttentionScoreGradV2GetWorkspaceSize(GRAD_INPUTS, I prefixN, STARTS, double scale_value, NUMBERS, int64_t pse_type,
                                                    GRADS, ANSWER) {
     CALL(aclnnFlashAttentionScoreGradV2, F_GRAD_INPUTS, FIELD(prefixN), F_STARTS, FIELD(scale_value), F_NUMBERS, FIELD(pse_type),
          F_GRADS)
-}
-
-int aclnnFlashAttentionUnpaddingScoreGradGetWorkspaceSize(GRAD_INPUTS, I prefixN, LENGTHS, double scale_value, NUMBERS, GRADS,
-                                                          ANSWER) {
-    CALL(aclnnFlashAttentionUnpaddingScoreGrad, F_GRAD_INPUTS, FIELD(prefixN), F_LENGTHS, FIELD(scale_value), F_NUMBERS, F_GRADS)
 }
 
 int aclnnFlashAttentionUnpaddingScoreGradV2GetWorkspaceSize(GRAD_INPUTS, I prefixN, LENGTHS, STARTS, double scale_value, NUMBERS,
@@ -89,21 +64,9 @@ int aclnnFlashAttentionUnpaddingScoreGradV2GetWorkspaceSize(GRAD_INPUTS, I prefi
          F_NUMBERS, FIELD(pse_type), F_GRADS)
 }
 
-int aclnnFlashAttentionUnpaddingScoreGradV4GetWorkspaceSize(GRAD_INPUTS, I prefixN, LENGTHS, double scale_value, NUMBERS, GRADS,
-                                                            S softmax_layout, ANSWER) {
-    CALL(aclnnFlashAttentionUnpaddingScoreGradV4, F_GRAD_INPUTS, FIELD(prefixN), F_LENGTHS, FIELD(scale_value), F_NUMBERS,
-         F_GRADS, FIELD(softmax_layout))
-}
-
 }  // extern "C"
 
-PHASE_TWO(aclnnFlashAttentionScore)
 PHASE_TWO(aclnnFlashAttentionScoreV2)
-PHASE_TWO(aclnnFlashAttentionVarLenScore)
 PHASE_TWO(aclnnFlashAttentionVarLenScoreV2)
-PHASE_TWO(aclnnFlashAttentionVarLenScoreV4)
-PHASE_TWO(aclnnFlashAttentionScoreGrad)
 PHASE_TWO(aclnnFlashAttentionScoreGradV2)
-PHASE_TWO(aclnnFlashAttentionUnpaddingScoreGrad)
 PHASE_TWO(aclnnFlashAttentionUnpaddingScoreGradV2)
-PHASE_TWO(aclnnFlashAttentionUnpaddingScoreGradV4)

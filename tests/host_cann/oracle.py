@@ -18,24 +18,29 @@ the same bits to the forward and to the gradient.
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tests.host_cann import cann_rules
+from tests.host_cann import oracle_faults as faults
 from tests.host_cann import oracle_masks as masks
 from tests.host_cann import oracle_math as math
-from tests.host_cann import oracle_ring as ring
-from tests.host_cann.cann_calls import UNLIMITED, AttentionCall, Shaped, shaped
-from tests.host_cann.cann_rule import Refused
+from tests.host_cann.cann_calls import AttentionCall, Shaped, UpdateCall, shaped
+from tests.host_cann.cann_rule import Refused, need
 from tests.host_cann.oracle_calls import Call, calls, record, record_update
 from tests.host_cann.oracle_dropout import dropout_bits, dropout_numels
 from tests.host_cann.oracle_faults import FAULTS, set_fault
-from tests.host_cann.oracle_given import check_slopes, check_statistics, statistics_shape
-from tests.host_cann.oracle_problem import Problem, check_model, from_rows, rows_of_sequences, start_numbers, to_rows
+from tests.host_cann.oracle_problem import Problem, from_rows, rows_of_sequences, to_rows
+
+TENSORS = ("pse", "atten_mask", "drop_mask", "dy", "softmax_max", "softmax_sum", "attention_in")
+LISTS = {
+    "ends_q": "actual_seq_qlen",
+    "ends_k": "actual_seq_kvlen",
+    "q_start": "q_start_idx",
+    "kv_start": "kv_start_idx",
+}
 
 __all__ = [
     "FAULTS", "Call", "Refused", "calls", "dropout_bits", "dropout_numels", "fused_attention", "fused_attention_grad",
@@ -49,58 +54,22 @@ def call_of(
     value: Tensor | Shaped,
     head_num: int,
     input_layout: str,
-    *,
-    dy: Tensor | Shaped | None = None,
-    softmax_max: Tensor | Shaped | None = None,
-    softmax_sum: Tensor | Shaped | None = None,
-    attention_in: Tensor | Shaped | None = None,
-    pse: Tensor | Shaped | None = None,
-    padding_mask: Tensor | Shaped | None = None,
-    atten_mask: Tensor | Shaped | None = None,
-    drop_mask: Tensor | Shaped | None = None,
-    prefix: Sequence[int] | None = None,
-    actual_seq_qlen: Sequence[int] | None = None,
-    actual_seq_kvlen: Sequence[int] | None = None,
-    q_start_idx: Sequence[int] | None = None,
-    kv_start_idx: Sequence[int] | None = None,
-    gradient: bool = False,
-    keep_prob: float = 1.0,
-    pre_tokens: int = UNLIMITED,
-    next_tokens: int = UNLIMITED,
-    inner_precise: int = 0,
-    sparse_mode: int = 0,
-    pse_type: int = 1,
-    softmax_layout: str = "",
+    **options: Any,
 ) -> AttentionCall:
-    """The call as the rules see it; of tensors only shapes and types."""
+    """The call as the rules see it; of tensors only shapes and types.
+
+    Args:
+        options: gradient; and as torch_npu's schemas name them keep_prob, pre_tokens, next_tokens, sparse_mode, pse_type,
+            actual_seq_qlen, actual_seq_kvlen, q_start_idx, kv_start_idx, pse, atten_mask; drop_mask; of the gradient dy,
+            softmax_max, softmax_sum, attention_in.
+    """
+    given = {name: options.pop(name, None) for name in TENSORS}
+    lists = {ours: options.pop(theirs, None) for ours, theirs in LISTS.items()}
+    ends = {name: None if lists[name] is None else tuple(lists[name]) for name in ("ends_q", "ends_k")}
+    starts = {name: tuple(lists[name] or ()) for name in ("q_start", "kv_start")}
     three = [shaped(x) for x in (query, key, value)]
-    assert all(x is not None for x in three)
-    return AttentionCall(
-        *three,  # type: ignore[arg-type]  # None of them is None
-        head_num=head_num,
-        layout=input_layout.upper(),
-        gradient=gradient,
-        pse=shaped(pse),
-        padding_mask=shaped(padding_mask),
-        atten_mask=shaped(atten_mask),
-        drop_mask=shaped(drop_mask),
-        keep_prob=keep_prob,
-        pre_tokens=pre_tokens,
-        next_tokens=next_tokens,
-        inner_precise=inner_precise,
-        prefix=tuple(prefix or ()),
-        ends_q=None if actual_seq_qlen is None else tuple(actual_seq_qlen),
-        ends_k=None if actual_seq_kvlen is None else tuple(actual_seq_kvlen),
-        sparse_mode=sparse_mode,
-        pse_type=pse_type,
-        q_start=tuple(q_start_idx or ()),
-        kv_start=tuple(kv_start_idx or ()),
-        softmax_layout=softmax_layout,
-        dy=shaped(dy),
-        softmax_max=shaped(softmax_max),
-        softmax_sum=shaped(softmax_sum),
-        attention_in=shaped(attention_in),
-    )
+    tensors = {name: shaped(x) for name, x in given.items()}
+    return AttentionCall(*three, head_num, input_layout.upper(), **tensors, **ends, **starts, **options)  # type: ignore[arg-type]
 
 
 def problem_of(
@@ -116,31 +85,25 @@ def problem_of(
     """
     call = call_of(query, key, value, head_num, input_layout, **options)
     cann_rules.check(call)
-    check_model(call)
     s = call.sizes
     problem = Problem(
         layout=call.layout,
-        query=to_rows(query, call.layout, s.heads),
-        key=to_rows(key, call.layout, s.kv_heads),
-        value=to_rows(value, call.layout, s.kv_heads),
+        query=to_rows(query, call.layout),
+        key=to_rows(key, call.layout),
+        value=to_rows(value, call.layout),
         sequences=rows_of_sequences(call),
         heads=s.heads,
         kv_heads=s.kv_heads,
         scale=scale,
-        pse=options.get("pse"),
-        pse_type=call.pse_type,
-        starts=start_numbers(call),
+        slopes=options.get("pse"),
+        starts=(*call.q_start, *call.kv_start) or (0, 0),  # type: ignore[arg-type]  # one number each
         mask=options.get("atten_mask"),
         sparse_mode=call.sparse_mode,
         pre_tokens=call.pre_tokens,
         next_tokens=call.next_tokens,
-        prefix=call.prefix,
-        inner_precise=call.inner_precise,
         keep_prob=call.keep_prob,
         drop_mask=options.get("drop_mask"),
-        same_as_input=call.softmax_layout != "",
     )
-    masks.check_arguments(problem)
     return problem
 
 
@@ -153,67 +116,38 @@ def fused_attention(
     Args:
         query, key, value: in that layout; TND: [T, N, D].
         head_num: query heads.
-        input_layout: BSH, SBH, BSND, BNSD or TND.
+        input_layout: TND or BSND.
         options: scale, and those of call_of.
 
     Returns:
         attention_out in query's layout and type; softmax_max and softmax_sum, fp32, each value 8 times: [B, N, S, 8], or
-        for TND [T, N, 8], whose memory holds [N, S_i, 8] sequence after sequence unless softmax_layout is "TND".
-        (npu_fusion_attention_v2 accepts softmax_layout and drops it on Atlas A2 and A3; v1 passes it on.)
+        for TND [T, N, 8], whose memory holds [N, S_i, 8] sequence after sequence.
 
     Raises:
         Refused: see the head of this file.
     """
     p = problem_of(query, key, value, head_num, input_layout, **options)
-    shape = statistics_shape(p)
+    shape = (len(p.query), p.heads, 8) if p.packed else (len(query), p.heads, query.shape[1], 8)
     if query.is_meta:
         out = torch.empty(p.query.shape[0], p.heads, p.value.shape[2], dtype=query.dtype, device="meta")
         largest = total = torch.empty(shape, device="meta")
     else:
         masks.check_contents(p)
-        check_slopes(p)
+        need(p.slopes is None or bool(p.slopes.isfinite().all()), "not modelled: slopes that are not finite")
         out, largest, total = math.forward(p)
     record("fused_attention", p, query=query, key=key, value=value)
     return from_rows(out, p.layout, len(p.sequences)), largest.view(shape), total.view(shape)
 
 
-def connect(opapi: ctypes.CDLL) -> None:
-    """Let the stand-in's libopapi compute with this oracle; see oracle_abi."""
-    from tests.host_cann import oracle_abi
-
-    oracle_abi.connect(opapi)
-
-
 def check_gradient_call(
     query: Tensor, key: Tensor, value: Tensor, dy: Tensor, head_num: int, input_layout: str, *,
     scale_value: float = 1.0, **options: Any,
-) -> tuple[Problem, dict[str, Tensor]]:  # fmt: skip
-    """The gradient's call, checked as far as it can be without looking into tensors, and what the forward gave."""
-    p = problem_of(query, key, value, head_num, input_layout, scale=scale_value, gradient=True, dy=dy, **options)
-    return p, {name: options[name] for name in ("softmax_max", "softmax_sum", "attention_in")}
+) -> Problem:  # fmt: skip
+    """The gradient's call, checked as far as it can be without looking into tensors."""
+    return problem_of(query, key, value, head_num, input_layout, scale=scale_value, gradient=True, dy=dy, **options)
 
 
 @torch.no_grad()
-def gradients(
-    query: Tensor, key: Tensor, value: Tensor, dy: Tensor, head_num: int, input_layout: str, **options: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """fused_attention_grad, and the gradient of an external pse (empty where there is none)."""
-    p, parts = check_gradient_call(query, key, value, dy, head_num, input_layout, **options)
-    if query.is_meta:
-        grads = [torch.empty_like(x) for x in (p.query, p.key, p.value, query.new_empty(0))]
-    else:
-        statistics = parts["softmax_max"], parts["softmax_sum"]
-        masks.check_contents(p)
-        check_slopes(p)
-        check_statistics(p, *statistics)
-        rows = (to_rows(x, p.layout, head_num) for x in (dy, parts["attention_in"]))
-        grads = math.backward(p, *rows, *(x.reshape(-1) for x in statistics))
-    record("fused_attention_grad", p, query=query, key=key, value=value, dy=dy, **parts)
-    dq, dk, dv, dpse = grads
-    dq, dk, dv = (from_rows(x, p.layout, len(p.sequences)) for x in (dq, dk, dv))
-    return dq, dk, dv, dpse
-
-
 def fused_attention_grad(
     query: Tensor, key: Tensor, value: Tensor, dy: Tensor, head_num: int, input_layout: str, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -233,7 +167,27 @@ def fused_attention_grad(
     Raises:
         Refused: see the head of this file; statistics that are not finite or not positive.
     """
-    return gradients(query, key, value, dy, head_num, input_layout, **options)[:3]  # type: ignore[arg-type]
+    p = check_gradient_call(query, key, value, dy, head_num, input_layout, **options)
+    parts = {name: options[name] for name in ("softmax_max", "softmax_sum", "attention_in")}
+    if query.is_meta:
+        grads = [torch.empty_like(x) for x in (p.query, p.key, p.value)]
+    else:
+        statistics = parts["softmax_max"], parts["softmax_sum"]
+        masks.check_contents(p)
+        check_statistics(*statistics)
+        rows = (to_rows(x, p.layout) for x in (dy, parts["attention_in"]))
+        grads = math.backward(p, *rows, *(x.reshape(-1) for x in statistics))
+    record("fused_attention_grad", p, query=query, key=key, value=value, dy=dy, **parts)
+    dq, dk, dv = (from_rows(x, p.layout, len(p.sequences)) for x in grads)
+    return dq, dk, dv
+
+
+def check_statistics(largest: Tensor, total: Tensor) -> None:
+    """Raise Refused for statistics that no forward gives."""
+    for name, x in (("softmax_max", largest), ("softmax_sum", total)):
+        need(bool(x.isfinite().all()), f"not modelled: {name} that is not finite")
+        need(bool((x == x[..., :1]).all()), f"{name} must hold each value 8 times")
+    need(bool((total > 0).all()), "softmax_sum must be positive")
 
 
 @torch.no_grad()
@@ -245,24 +199,44 @@ def ring_attention_update(
     cur_softmax_max: Tensor,
     cur_softmax_sum: Tensor,
     *,
-    actual_seq_qlen: Tensor | None = None,
     input_layout: str = "SBH",
-    input_softmax_layout: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Two partial results merged, see oracle_ring.
+    """Two partial results over different keys merged into one:
+
+        m = max(m1, m2), l = l1 * exp(m1 - m) + l2 * exp(m2 - m),
+        out = out1 * l1 * exp(m1 - m) / l + out2 * l2 * exp(m2 - m) / l
+
+    in fp32, the output rounded to its type at every call. Source: the documentation of aclnnRingAttentionUpdateV2.
 
     Args:
-        prev_attn_out, cur_attn_out: SBH [S, B, H] or TND [T, N, D], D a multiple of 64.
-        prev_softmax_max and the other statistics: fp32, [B, N, S, 8], for TND [T, N, 8].
-        actual_seq_qlen: TND: 0 and the cumulative ends, int64.
-        input_layout: "SBH" or "TND".
-        input_softmax_layout: TND: order of the statistics in memory; "TND", or per sequence otherwise.
+        prev_attn_out, cur_attn_out: [S, B, H].
+        prev_softmax_max and the other statistics: fp32, [B, N, S, 8].
+        input_layout: "SBH"; TND is not modelled.
 
     Raises:
         Refused: the operator forbids it.
     """
+    need(input_layout == "SBH", f"not modelled: ring update in {input_layout}")
     prev = (prev_attn_out, prev_softmax_max, prev_softmax_sum)
     cur = (cur_attn_out, cur_softmax_max, cur_softmax_sum)
-    merged = ring.merge(prev, cur, actual_seq_qlen, input_layout, input_softmax_layout)
+    cann_rules.check(update_call_of(prev, cur))
     record_update(input_layout, prev)
-    return merged
+    (out1, m1, l1), (out2, m2, l2) = prev, cur
+    m = torch.maximum(m1, m2)
+    a, b = l1 * (m1 - m).exp(), l2 * (m2 - m).exp()
+    if faults.on(faults.UPDATE):
+        a, b = l1, l2
+    total = a + b
+    if faults.on(faults.UPDATE_OUT):
+        return out1, m, total
+
+    def of_elements(x: Tensor) -> Tensor:
+        return x[..., 0].permute(2, 0, 1).repeat_interleave(out1.shape[2] // m1.shape[1], -1)
+
+    out = out1.float() * of_elements(a / total) + out2.float() * of_elements(b / total)
+    return out.to(out1.dtype), m, total
+
+
+def update_call_of(prev: tuple[Tensor, Tensor, Tensor], cur: tuple[Tensor, Tensor, Tensor]) -> UpdateCall:
+    """The merge as the rules see it."""
+    return UpdateCall(*(tuple(map(shaped, part)) for part in (prev, cur)))  # type: ignore[arg-type]  # three each

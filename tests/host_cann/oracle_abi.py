@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from tests.host_cann import cann_rules, device_memory, oracle
-from tests.host_cann import oracle_ring as ring
 from tests.host_cann.cann_rule import Refused, need
 from tests.host_cann.oracle_dropout import mask_bytes
 
@@ -29,12 +28,13 @@ TYPES = {
 }  # fmt: skip
 Arguments = Mapping[str, Any]
 OPTIONS = {
-    "keep_prob": "keep_prob", "pre_tokens": "pre_tokens", "next_tokens": "next_tokens", "inner_precise": "inner_precise",
-    "sparse_mode": "sparse_mode", "pse_type": "pse_type", "softmax_layout": "softmax_layout", "prefixN": "prefix",
-    "ac_seq_qlen": "actual_seq_qlen", "ac_seq_kvlen": "actual_seq_kvlen", "q_start_idx_val": "q_start_idx",
-    "kv_start_idx_val": "kv_start_idx", "scale": "scale", "scale_value": "scale_value",
+    "keep_prob": "keep_prob", "pre_tokens": "pre_tokens", "next_tokens": "next_tokens", "sparse_mode": "sparse_mode",
+    "pse_type": "pse_type", "ac_seq_qlen": "actual_seq_qlen", "ac_seq_kvlen": "actual_seq_kvlen",
+    "q_start_idx_val": "q_start_idx", "kv_start_idx_val": "kv_start_idx", "scale": "scale", "scale_value": "scale_value",
 }  # fmt: skip
-FORWARD = ("pse", "drop_mask", "padding_mask", "atten_mask")
+#: Arguments that the stand-in does not model -> their defaults.
+UNUSED = {"padding_mask": (None,), "prefixN": (None, []), "inner_precise": (0,)}
+FORWARD = ("pse", "drop_mask", "atten_mask")
 GRADIENT = {"softmax_max": "softmax_max", "softmax_sum": "softmax_sum", "attention": "attention_in"}
 
 _kept: list[object] = []  # callbacks must outlive the libraries that call them
@@ -114,12 +114,14 @@ class Asked:
 
 def options(asked: Asked) -> dict[str, Any]:
     """Keyword arguments of the oracle."""
+    for name, defaults in UNUSED.items():
+        need(asked[name] in defaults, f"not modelled: {name}")
     named = {ours: asked[theirs] for theirs, ours in OPTIONS.items() if theirs in asked.arguments}
     return named | {name: asked.take(name) for name in FORWARD}
 
 
 def attention(asked: Asked) -> None:
-    """aclnnFlashAttention[VarLen]Score of any version."""
+    """aclnnFlashAttention[VarLen]ScoreV2."""
     inputs = [asked.take(name) for name in ("query", "key", "value")]
     need(all(x is not None for x in inputs), "query, key and value are needed")
     call = (*inputs, asked["head_num"], asked["input_layout"])
@@ -131,7 +133,7 @@ def attention(asked: Asked) -> None:
 
 
 def gradient(asked: Asked) -> None:
-    """aclnnFlashAttention[Unpadding]ScoreGrad of any version."""
+    """aclnnFlashAttention[Unpadding]ScoreGradV2."""
     inputs = [asked.take(name) for name in ("query", "key", "value", "dy")]
     need(all(x is not None for x in inputs), "query, key, value and dy are needed")
     call = (*inputs, asked["head_num"], asked["input_layout"])
@@ -139,10 +141,10 @@ def gradient(asked: Asked) -> None:
     if not asked.compute:
         oracle.check_gradient_call(*call, **named)
         return
-    dq, dk, dv, dpse = oracle.gradients(*call, **named)
+    dq, dk, dv = oracle.fused_attention_grad(*call, **named)
     results, shape = dict(dq=dq, dk=dk, dv=dv), asked["dpse"] and asked["dpse"]["shape"]
     if shape and 0 not in shape:  # there is no gradient of slopes: nobody may take what is there for one
-        results["dpse"] = dpse if dpse.numel() else torch.full(shape, torch.nan)
+        results["dpse"] = torch.full(shape, torch.nan)
     asked.give(**results)
 
 
@@ -161,12 +163,11 @@ def update(asked: Asked) -> None:
     """aclnnRingAttentionUpdateV2."""
     six = [asked.take(f"{a}_{b}") for a in ("prev", "cur") for b in ("attn_out", "softmax_max", "softmax_sum")]
     need(all(x is not None for x in six), "both parts are needed")
-    lengths, layouts = asked.take("actual_seq_qlen"), (asked["input_layout"], asked["input_softmax_layout"])
+    need(asked["input_layout"] == "SBH", f"not modelled: ring update in {asked['input_layout']}")
     if not asked.compute:
-        cann_rules.check(ring.call_of(tuple(six[:3]), tuple(six[3:]), lengths, *layouts))  # type: ignore[arg-type]
+        cann_rules.check(oracle.update_call_of(tuple(six[:3]), tuple(six[3:])))  # type: ignore[arg-type]  # none is None
         return
-    named: dict[str, Any] = dict(actual_seq_qlen=lengths, input_layout=layouts[0], input_softmax_layout=layouts[1])
-    out, largest, total = oracle.ring_attention_update(*six, **named)  # type: ignore[arg-type]
+    out, largest, total = oracle.ring_attention_update(*six)  # type: ignore[arg-type]
     asked.give(attn_out=out, softmax_max=largest, softmax_sum=total)
 
 

@@ -50,11 +50,12 @@ def size_of(x: Tensor | None) -> int:
 
 def record(operator: str, p: Problem, **tensors: Tensor | None) -> None:
     """Add the call to `calls`."""
-    given = dict(tensors, atten_mask=p.mask, pse=p.pse, drop_mask=p.drop_mask)
+    given = dict(tensors, atten_mask=p.mask, pse=p.slopes, drop_mask=p.drop_mask)
     shapes = {name: tuple(x.shape) for name, x in given.items() if x is not None}
     sizes = tuple(x.sizes for x in p.sequences)
-    counts = (size_of(p.mask), size_of(p.pse), size_of(p.drop_mask))
-    common = (operator, p.layout, p.sparse_mode, p.pse_type, p.query.dtype, sizes, shapes)
+    counts = (size_of(p.mask), size_of(p.slopes), size_of(p.drop_mask))
+    pse_type = 1 if p.slopes is None else 2
+    common = (operator, p.layout, p.sparse_mode, pse_type, p.query.dtype, sizes, shapes)
     calls.append(Call(*common, *counts, p.starts, (p.pre_tokens, p.next_tokens)))
 
 

@@ -4,17 +4,15 @@ With `rounds_weights` the operands of the second products are rounded to the typ
 kernels do it (ops-transformer: `flash_attention_score_s1s2_bn2gs1.h` casts exp(s - m), the gradient's kernels p and ds,
 to the type of the inputs before the matrix unit gets them; its maximum there is that of the blocks so far).
 
-    scores   scale * (q.k + pse)        pse_type 1 (or no pse)
-             scale * q.k + pse          pse_type 0
-             scale * q.k - slope * |(j + kv_start) - (i + q_start)|          pse_type 2
-             scale * q.k - slope * sqrt(|(j + kv_start) - (i + q_start)|)    pse_type 3
+    scores   scale * q.k - slope * |(j + kv_start) - (i + q_start)|          pse_type 2
+             scale * q.k                                                     without slopes
     forward  m = max_j s, l = sum_j exp(s - m), out = sum_j keep_ij / keep_prob * exp(s - m) / l * v_j
     backward with the statistics and the output that are GIVEN: p = exp(s - m) / l,
              ds = p * (keep / keep_prob * (dout.v) - dout.out), dq = scale * ds k, dk = scale * ds^T q,
              dv = (keep / keep_prob * p)^T dout
 
 Statistics are fp32, each value 8 times; in TND per sequence [N, S_i, 8] one after another, although the tensor is called
-[T, N, 8]; only softmax_layout "TND" makes that its true order. All blocks are of one sequence and of so many rows that
+[T, N, 8]. All blocks are of one sequence and of so many rows that
 the scores stay small in memory.
 """
 
@@ -29,7 +27,7 @@ from torch import Tensor
 
 from tests.host_cann import oracle_faults as faults
 from tests.host_cann.oracle_dropout import kept
-from tests.host_cann.oracle_masks import Sight, sight
+from tests.host_cann.oracle_masks import hides
 from tests.host_cann.oracle_problem import Problem, Rows
 from tests.limits import HANG
 
@@ -59,51 +57,24 @@ def of_heads(x: Tensor, first: int, last: int, heads: int) -> Tensor:
     return y.repeat(group, 1, 1) if faults.on(faults.HEADS) else y.repeat_interleave(group, 0)
 
 
-def bias(p: Problem, index: int, first: int, last: int) -> Tensor | None:
-    """What is added to the scores of rows [first, last): [N | 1, rows, Skv], before (type 1) or after the scaling."""
-    if p.pse is None:
-        return None
-    if p.pse_type in (0, 1):
-        pse = p.pse[min(index, p.pse.shape[0] - 1)].float()
-        return pse if pse.shape[1] == 1 else pse[:, first:last]
-    q_start, kv_start = p.starts
-    if faults.on(faults.KV_START):
-        kv_start = 0
-    if faults.on(faults.STARTS_FIRST) and index:
-        q_start = kv_start = 0
-    i = torch.arange(first, last)[:, None] + q_start
-    j = torch.arange(p.sequences[index].sizes[1])[None] + kv_start
-    far = (j - i).abs().float()
-    slopes = p.pse if p.pse.dim() == 1 else p.pse[index]
-    return -slopes[:, None, None] * (far if p.pse_type == 2 else far.sqrt())
-
-
-def hidden(p: Problem, index: int, first: int, last: int) -> Tensor | None:
-    """True where a score is masked, [1 | N, rows, Skv]; None: nowhere."""
-    if p.mask is None:
-        return None
-    seen = sight(p, index)
-    if faults.on(faults.TOP_LEFT) and p.sparse_mode == 3:
-        seen = Sight(right=0)
-    if faults.on(faults.MODE_1) and p.sparse_mode == 1:
-        seen = Sight(right=0)
-    hides = seen.hides(first, last, p.sequences[index].sizes[1])
-    if faults.on(faults.COLUMNS):
-        hides = hides.clone()
-        hides[..., 512:] = False
-    return hides
-
-
 def scores(p: Problem, index: int, first: int, last: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Scores [N, rows, Skv] of a block, -FLT_MAX where masked, and where that is."""
-    s, b = q @ k.transpose(1, 2), bias(p, index, first, last)
-    if b is not None and p.pse_type == 1:
-        s = s + b
-    s = s * p.scale
-    if b is not None and p.pse_type != 1:
-        s = s + b
-    hides = hidden(p, index, first, last)
-    return (s if hides is None else s.masked_fill(hides, -FLT_MAX)), hides
+    """Scores [N, rows, Skv] of a block, -FLT_MAX where masked, and where that is, [rows, Skv]."""
+    s = q @ k.transpose(1, 2) * p.scale
+    if p.slopes is not None:
+        q_start, kv_start = p.starts
+        if faults.on(faults.KV_START):
+            kv_start = 0
+        if faults.on(faults.STARTS_FIRST) and index:
+            q_start = kv_start = 0
+        i = torch.arange(first, last)[:, None] + q_start
+        j = torch.arange(p.sequences[index].sizes[1])[None] + kv_start
+        s = s - p.slopes[:, None, None] * (j - i).abs().float()
+    as_causal = (faults.on(faults.TOP_LEFT) and p.sparse_mode == 3) or (faults.on(faults.MODE_1) and p.sparse_mode == 1)
+    hidden = hides(p, index, first, last, 2 if as_causal else p.sparse_mode)
+    if hidden is not None and faults.on(faults.COLUMNS):
+        hidden = hidden.clone()
+        hidden[..., 512:] = False
+    return (s if hidden is None else s.masked_fill(hidden, -FLT_MAX)), hidden
 
 
 def dropped(p: Problem, index: int, first: int, last: int) -> Tensor | float:
@@ -136,7 +107,7 @@ def keys_of(p: Problem, index: int) -> tuple[Tensor, Tensor]:
         first = sum(x.sizes[1] for x in p.sequences[:index] if x.sizes[0])
     k, v = (of_heads(x, first, first + rows.sizes[1], p.heads) for x in (p.key, p.value))
     equal = p.packed and len({size for x in p.sequences for size in x.sizes}) == 1
-    if faults.on(faults.EQUAL_LENGTHS) and equal and k.shape[2] == 128 and p.pse is None:
+    if faults.on(faults.EQUAL_LENGTHS) and equal and k.shape[2] == 128 and p.slopes is None:
         return k.roll(1, 1), v.roll(1, 1)
     return k, v
 
@@ -153,20 +124,17 @@ def forward(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
     largest, total = torch.zeros(t * n * 8), torch.zeros(t * n * 8)
     if faults.on(faults.BAND_HANGS) and p.sparse_mode == 4:
         time.sleep(HANG)
-    tnd = p.same_as_input or (p.packed and faults.on(faults.ORDER))
+    tnd = p.packed and faults.on(faults.ORDER)
     for index, rows in enumerate(p.sequences):
         if not rows.sizes[0]:
             continue
         k, v = keys_of(p, index)
         for first, last in blocks(p, index):
             q = of_heads(p.query, rows.q0 + first, rows.q0 + last, n)
-            s, hides = scores(p, index, first, last, q, k)
+            s, _ = scores(p, index, first, last, q, k)
             m = s.amax(-1, keepdim=True)
             weights = (s - m).exp()
             sums = weights.sum(-1, keepdim=True)
-            if hides is not None:
-                blind = hides.all(-1, keepdim=True)
-                weights, sums = weights.masked_fill(blind, 0), sums.masked_fill(blind, FLT_MAX)
             block = operand(weights * dropped(p, index, first, last), p) @ v / sums
             out[rows.q0 + first : rows.q0 + last] = block.transpose(0, 1).to(out.dtype)
             statistics(p, largest, rows, tnd)[:, first:last] = m
@@ -175,7 +143,7 @@ def forward(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def backward(p: Problem, dy: Tensor, out: Tensor, largest: Tensor, total: Tensor) -> list[Tensor]:
-    """dq, dk, dv [T, heads, dim] of the type of query, and the gradient of an external pse (else an empty tensor).
+    """dq, dk, dv [T, heads, dim] of the type of query.
 
     Args:
         p: the call.
@@ -188,8 +156,6 @@ def backward(p: Problem, dy: Tensor, out: Tensor, largest: Tensor, total: Tensor
     n, kv = p.heads, p.kv_heads
     grads = [torch.zeros(x.shape) for x in (p.query, p.key, p.value)]
     dq, dk, dv = grads
-    external = p.pse is not None and p.pse_type in (0, 1)
-    dpse = torch.zeros(p.pse.shape) if external and p.pse is not None else torch.zeros(0)
 
     def fold(x: Tensor) -> Tensor:
         """[N, Skv, D] of query heads -> [Skv, Nkv, D]."""
@@ -200,11 +166,11 @@ def backward(p: Problem, dy: Tensor, out: Tensor, largest: Tensor, total: Tensor
         if not rows.sizes[0]:
             continue
         k, v = keys_of(p, index)
-        m, sums = (statistics(p, x, rows, p.same_as_input)[..., :1] for x in (largest, total))
+        m, sums = (statistics(p, x, rows, False)[..., :1] for x in (largest, total))
         for first, last in blocks(p, index):
             a, b = rows.q0 + first, rows.q0 + last
             q, g, o = (of_heads(x, a, b, n) for x in (p.query, dy, out))
-            s, hides = scores(p, index, first, last, q, k)
+            s, hidden = scores(p, index, first, last, q, k)
             given = not faults.on(faults.STATISTICS)
             if faults.on(faults.SUM_OF_ONE):
                 given = not bool((sums == 1).all())
@@ -212,21 +178,14 @@ def backward(p: Problem, dy: Tensor, out: Tensor, largest: Tensor, total: Tensor
                 weights = s.softmax(-1)
             else:
                 weights = (s - m[:, first:last]).exp() / sums[:, first:last]
-            if hides is not None:
-                weights = weights.masked_fill(hides, 0)
+            if hidden is not None:
+                weights = weights.masked_fill(hidden, 0)
             keep = dropped(p, index, first, last)
             ds = weights * (g @ v.transpose(1, 2) * keep - (g * o).sum(-1, keepdim=True))
             ds_operand, kept_weights = operand(ds, p), operand(weights * keep, p)
             dq[a:b] = (ds_operand @ k * p.scale).transpose(0, 1)
             dk[rows.k0 : rows.k1] += fold(ds_operand.transpose(1, 2) @ q) * p.scale
             dv[rows.k0 : rows.k1] += fold(kept_weights.transpose(1, 2) @ g)
-            if external:
-                x = ds * p.scale if p.pse_type == 1 else ds
-                where = dpse[min(index, dpse.shape[0] - 1)]
-                if where.shape[1] == 1:
-                    where += x.sum(1, keepdim=True)
-                else:
-                    where[:, first:last] += x
     if faults.on(faults.OTHER_BITS):
         dq *= 1 + 1e-6 * torch.rand(dq.shape)
-    return [*(x.to(p.query.dtype) for x in grads), dpse.to(p.query.dtype)]
+    return [x.to(p.query.dtype) for x in grads]

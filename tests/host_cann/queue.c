@@ -35,7 +35,7 @@ static pthread_mutex_t all_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct stream* all;
 static struct stream* defaults[DEVICES];
 static uint32_t made;
-static uint64_t finished, jitter_seed;
+static uint64_t jitter_seed;
 static uint32_t jitter;
 static __thread struct stream* working;   /* the stream whose worker this thread is */
 
@@ -91,7 +91,6 @@ static void* work(void* argument) {
         host_cann_set_error("");
         int error = task->run(task->argument);
         free(task);
-        __atomic_add_fetch(&finished, 1, __ATOMIC_RELAXED);
 
         pthread_mutex_lock(&s->lock);
         if (error && !s->error) {
@@ -279,4 +278,3 @@ int host_cann_release(void* stream) {
     return ACL_SUCCESS;
 }
 
-uint64_t host_cann_tasks(void) { return __atomic_load_n(&finished, __ATOMIC_RELAXED); }

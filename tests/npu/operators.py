@@ -15,10 +15,9 @@ import torch_npu
 from torch import Tensor
 
 from tests.host_cann import oracle, task_queue
-from tests.host_cann.oracle_cases import PACKED, Case, Inputs, compare, inputs_of, lse_of, reference
+from tests.host_cann.oracle_cases import Case, Inputs, case_of, compare, inputs_of, lse_of, reference
 
-LAYOUTS = ("BSH", "SBH", "BSND", "BNSD")
-UNEVEN = next(case for case in PACKED if case.name == "mode 3")
+UNEVEN = case_of("mode 3")
 
 
 @contextmanager

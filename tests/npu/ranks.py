@@ -67,13 +67,6 @@ class Run:
         """Communicators made, as their ranks see them."""
         return [line for line in self.trace if line["event"] == "create" and rank in (None, line["process"])]
 
-    def times(self, call: Mapping[str, Any]) -> tuple[int, int]:
-        """Start and end of a call's task, in ns of a clock that all ranks share."""
-        for line in self.trace:
-            if line["event"] == "ran" and line["pid"] == call["pid"] and line["call"] == call["call"]:
-                return line["start"], line["end"]
-        raise LookupError(f"{call['name']} of rank {call['process']} did not run")
-
 
 def start(
     size: int,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mindspeed_cp import ConfigError
-from mindspeed_cp.engine.call_agreement import CallAgreement
+from mindspeed_cp.engine.agreement import CallAgreement
 from tests.engine.cases import Case
 from tests.npu.ranks import run
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.host_cann import fallback, task_queue
+from tests.host_cann import control, fallback, task_queue
 
 # x, y: [6, 8]; w: [8, 5]; rows: three row numbers. All but the last are leaves with gradients.
 CASES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
@@ -71,8 +72,17 @@ def on(device: str, case: Callable[..., Tensor]) -> list[Tensor]:
     return [out.detach().cpu(), *grads]
 
 
+@pytest.fixture(params=[False, True], ids=["at once", "late"])
+def late(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Results at once, and as a device has them: late, after random delays."""
+    with control.late() if request.param else nullcontext():
+        control.jitter(50 if request.param else 0)
+        yield
+        torch.npu.synchronize()
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_an_operator_group_and_its_gradients_equal_the_cpu(name: str) -> None:
+def test_an_operator_group_and_its_gradients_equal_the_cpu(name: str, late: None) -> None:
     expected, given = on("cpu", CASES[name]), on("npu", CASES[name])
     assert any(tensor.any() for tensor in expected[1:])
     for a, b in zip(expected, given, strict=True):
@@ -94,13 +104,13 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(self.between(x))))
 
 
-def train(device: str, optimizer: str, steps: int = 5) -> tuple[list[float], list[float]]:
+def train(device: str, steps: int = 5) -> tuple[list[float], list[float]]:
     """Losses and gradient norms of a two-layer transformer."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(53, 32), Block(32, 4), Block(32, 4), nn.LayerNorm(32), nn.Linear(32, 53)).to(
         device
     )
-    update = getattr(torch.optim, optimizer)(model.parameters(), lr=1e-2 if optimizer == "AdamW" else 0.1)
+    update = torch.optim.AdamW(model.parameters(), lr=1e-2)
     generator, losses, norms = torch.Generator().manual_seed(1), [], []
     batches = [torch.randint(0, 53, (3, 25), generator=generator) for _ in range(2)]
     for step in range(steps):
@@ -114,28 +124,12 @@ def train(device: str, optimizer: str, steps: int = 5) -> tuple[list[float], lis
     return losses, norms
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
-def test_training_a_transformer_equals_the_cpu(optimizer: str) -> None:
+def test_training_a_transformer_equals_the_cpu(late: None) -> None:
     served = fallback.calls.total()
-    expected, given = train("cpu", optimizer), train("npu", optimizer)
+    expected, given = train("cpu"), train("npu")
     assert fallback.calls.total() - served > 500  # it did not run elsewhere
     assert expected[0][0] - expected[0][-1] > 0.01  # it learns
     torch.testing.assert_close(torch.tensor(given), torch.tensor(expected), rtol=1e-4, atol=1e-5)
-
-
-def test_results_with_out_grow_and_are_written_in_place() -> None:
-    x = torch.arange(6.0, device="npu")
-    out, kept = torch.empty(0, device="npu"), torch.empty(6, device="npu")
-    address = kept.data_ptr()
-    torch.add(x, 1, out=out)
-    torch.add(x, 2, out=kept)
-    assert out.tolist() == [1, 2, 3, 4, 5, 6] and kept.tolist() == [2, 3, 4, 5, 6, 7] and kept.data_ptr() == address
-
-
-def test_values_come_to_the_host_after_the_stream() -> None:
-    x = torch.arange(6.0, device="npu").view(2, 3)
-    assert x.sum().item() == 15 and x.tolist() == [[0, 1, 2], [3, 4, 5]] and bool((x == x).all()) and "npu:0" in repr(x)
-    assert x.nonzero().tolist() == [[0, 1], [0, 2], [1, 0], [1, 1], [1, 2]] and x.numpy(force=True).sum() == 15
 
 
 def test_copies_between_devices_and_types() -> None:

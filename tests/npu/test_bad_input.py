@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,10 +18,11 @@ from mindspeed_cp.doctor.machine import requirements
 from mindspeed_cp.errors import OperatorError
 from mindspeed_cp.ops.attention import attention
 from mindspeed_cp.train.failures import FAILED, classify_error
-from tests.host_cann import cann_rules_shapes, task_queue
+from tests.host_cann import cann_rules_attention, task_queue
 from tests.limits import HANG
-from tests.npu.commands import run_commands
+from tests.npu.commands import command
 from tests.ports import free_port
+from tests.programs import run_programs
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SHORT = {
@@ -28,83 +31,20 @@ SHORT = {
     "context_parallel_suite.nodes": 1, "context_parallel_suite.timeout_seconds": HANG,
 }  # fmt: skip
 
-#: The command with a second rank that falls asleep over its third row. When it waits for this row in vain, the first rank
-#: goes on to that step, with 3 seconds for its peer's answers.
-SLEEPS = """
-import os, time
-from pathlib import Path
-from tests.limits import HANG
-from tests.npu import preload
-from mindspeed_cp.engine import call_agreement
-from mindspeed_cp.train.micro_batch_loader import MicroBatchLoader
-make, take = MicroBatchLoader._make, MicroBatchLoader.__next__
-is_lost = Path(os.environ["IS_LOST"])
-taken = 0
-def make_or_sleep(self, row):
-    if row.index == 2:
-        if self._world.rank == 1:
-            time.sleep(HANG)
-        while not is_lost.exists():
-            time.sleep(0.05)
-        os.environ["HOST_HCCL_TIMEOUT"] = "3"
-        call_agreement.WAIT_SECONDS = 3  # nor does the comparison of plans wait longer
-    return make(self, row)
-def counted_take(self):
-    global taken
-    taken += 1
-    if taken == 3 and self._world.rank == 1:
-        is_lost.touch()
-    return take(self)
-MicroBatchLoader._make, MicroBatchLoader.__next__ = make_or_sleep, counted_take
-from mindspeed_cp.cli.main import main
-main()
-"""
-COMMAND = "from tests.npu.command import main; main()"
 
-
-def command_line(folder: Path, ranks: int, change: dict[str, object] | None = None) -> tuple[list[str], dict[str, str]]:
-    """Words of the command of all ranks, and what their environments have in common."""
+def run_ranks(
+    program: Callable[[list[str]], None], folder: Path, ranks: int, started: int, **environment: str
+) -> list[subprocess.CompletedProcess[str]]:
+    """Train by a program in the first processes of a launch of `ranks`."""
     corpus = folder / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"text": "the plan of a ring " * (3 + n % 9)}) + "\n" for n in range(50)))
     settings = SHORT | {"output.folder": folder / "run", "data.corpus": corpus}
-    settings |= {"context_parallel_suite.context_parallel_size": ranks} | (change or {})
+    settings |= {"context_parallel_suite.context_parallel_size": ranks}
     place = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-    place |= {"MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    place |= {"MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **environment}
     words = ["train", str(ROOT / "configs" / "quickstart.yaml")]
-    return words + [word for name, value in settings.items() for word in ("--set", f"{name}={value}")], place
-
-
-def start(
-    folder: Path,
-    ranks: int,
-    program: str,
-    alone: bool = False,
-    change: dict[str, object] | None = None,
-    **environment: str,
-) -> list[tuple[int, str]]:
-    """Exit code and standard error of each rank; of the first alone when the others are not
-    started. Ranks that others have given up are ended. `change`: settings besides SHORT."""
-    words, place = command_line(folder, ranks, change)
-    command = [sys.executable, "-c", program, *words]
-    running = []
-    for rank in range(1 if alone else ranks):
-        own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        environ = {**os.environ, **place, **own, **environment}
-        running.append(
-            subprocess.Popen(
-                command, cwd=ROOT, env=environ, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-            )
-        )
-    try:
-        errors = [running[0].communicate(timeout=HANG)[1]]
-        for process in running[1:]:
-            process.kill()
-            errors.append(process.communicate()[1])
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-    return list(zip([process.returncode for process in running], errors, strict=True))
+    words += [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+    return run_programs(program, words, [{**place, "RANK": str(n), "LOCAL_RANK": str(n)} for n in range(started)])
 
 
 def lines(errors: str) -> list[str]:
@@ -112,35 +52,75 @@ def lines(errors: str) -> list[str]:
     return [line for line in errors.splitlines() if line.startswith("error: ")]
 
 
+def with_an_older_cann(words: list[str]) -> None:
+    from mindspeed_cp.train import world
+
+    world.cann_version = lambda: "8.3.RC1"
+    command(words)
+
+
 def test_an_older_cann_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    [(code, errors)] = start(tmp_path, 1, COMMAND, HOST_CANN_VERSION="8.3.RC1")
+    [done] = run_ranks(with_an_older_cann, tmp_path, 1, 1)
     wanted = "train.device = npu: CANN is 8.3.RC1, needed is 8.5 or later; install CANN 8.5 or later"
-    assert code == 2 and len(lines(errors)) == 1 and wanted in errors
+    assert done.returncode == 2 and len(lines(done.stderr)) == 1 and wanted in done.stderr
 
 
 def test_more_ranks_than_devices(tmp_path: Path) -> None:
-    words, place = command_line(tmp_path, 2)
-    [(code, errors)] = run_commands(words, [{**place, "RANK": "0", "LOCAL_RANK": "0", "HOST_CANN_DEVICES": "1"}])
-    assert code == 2 and len(lines(errors)) == 1, errors
-    assert "2 ranks on this machine, which has 1 NPUs; start at most 1 ranks on it" in errors
+    [done] = run_ranks(command, tmp_path, 2, 1, HOST_CANN_DEVICES="1")
+    assert done.returncode == 2 and len(lines(done.stderr)) == 1, done.stderr
+    assert "2 ranks on this machine, which has 1 NPUs; start at most 1 ranks on it" in done.stderr
 
 
-@pytest.mark.thorough  # by default tests/npu/test_order.py and tests/engine/test_inputs.py have silent ranks
+def with_a_rank_that_falls_asleep(words: list[str]) -> None:
+    """The second rank sleeps over its third row. When it waits for this row in vain, the first rank goes on to that step, with
+    3 seconds for its peer's answers, and the second rank ends after it."""
+    from mindspeed_cp.engine import agreement
+    from mindspeed_cp.train.micro_batch_loader import MicroBatchLoader
+
+    make, take, taken = MicroBatchLoader._make, MicroBatchLoader.__next__, []
+    first_rank, is_lost = Path(os.environ["FIRST_RANK"]), Path(os.environ["IS_LOST"])
+    if os.environ["RANK"] == "0":
+        first_rank.write_text(str(os.getpid()))
+
+    def make_or_sleep(self: MicroBatchLoader, row: object) -> object:
+        if row.index == 2:
+            if self._world.rank == 1:
+                while Path("/proc", first_rank.read_text()).exists():
+                    time.sleep(0.05)
+                os._exit(0)
+            while not is_lost.exists():
+                time.sleep(0.05)
+            os.environ["HOST_HCCL_TIMEOUT"] = "3"
+            agreement.WAIT_SECONDS = 3  # nor does the comparison of plans wait longer
+        return make(self, row)
+
+    def counted_take(self: MicroBatchLoader) -> object:
+        taken.append(1)
+        if len(taken) == 3 and self._world.rank == 1:
+            is_lost.touch()
+        return take(self)
+
+    MicroBatchLoader._make, MicroBatchLoader.__next__ = make_or_sleep, counted_take
+    command(words)
+
+
+@pytest.mark.thorough  # by default tests/npu/test_hccl.py and tests/engine/test_inputs.py have silent ranks
 def test_a_rank_that_does_not_answer_in_time_is_named_by_its_peer(tmp_path: Path) -> None:
     """The line is out before torch_npu's watchdog ends the process, or the watchdog's own message names the peer."""
-    (code, errors), _ = start(tmp_path, 2, SLEEPS, IS_LOST=str(tmp_path / "is_lost"))
-    assert code in (FAILED, -6), errors[-3000:]
-    printed = lines(errors)
+    files = {"FIRST_RANK": str(tmp_path / "first"), "IS_LOST": str(tmp_path / "is_lost")}
+    done, _ = run_ranks(with_a_rank_that_falls_asleep, tmp_path, 2, 2, **files)
+    assert done.returncode in (FAILED, -6), done.stderr[-3000:]
+    printed = lines(done.stderr)
     if printed:
         assert len(printed) == 1 and "rank 1" in printed[0] and "context_parallel_suite.timeout_seconds" in printed[0]
     else:
-        assert code == -6 and re.search(r"waited 3 s .* rank 1 .*in vain", errors), errors[-3000:]
+        assert done.returncode == -6 and re.search(r"waited 3 s .* rank 1 .*in vain", done.stderr), done.stderr[-3000:]
 
 
 @pytest.mark.ends_queue(2)
 def test_an_operator_that_refuses_a_call_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """As an older CANN refuses wide heads, which the settings do not know."""
-    monkeypatch.setattr(cann_rules_shapes, "MOST_DIM", 512)
+    monkeypatch.setattr(cann_rules_attention, "MOST_DIM", 512)
     x = torch.ones(10, 2, 576, device="npu", dtype=torch.bfloat16)
     with pytest.raises(OperatorError) as caught:
         attention(x, x, x, [0, 10], [0, 10], backend="npu")

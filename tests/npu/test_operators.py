@@ -9,21 +9,25 @@ import pytest
 import torch
 import torch_npu
 
+from mindspeed_cp.ops.attention import attention, attention_backward
 from tests.host_cann import oracle
 from tests.host_cann.oracle_cases import (
+    EQUAL,
     LIMITS,
-    MODES,
     PACKED,
     Case,
-    bias_gradient,
+    band,
+    case_of,
     compare,
     everything,
+    inputs_of,
     lse_of,
     reference,
 )
-from tests.npu.operators import LAYOUTS, UNEVEN, bits_of, check, gradient_v2, on_npu, refused
+from tests.host_cann.oracle_wrong import WRONG, arguments, sound
+from tests.npu.operators import UNEVEN, bits_of, check, gradient_v2, on_npu, refused, to_npu
 
-DENSE = [replace(case, name=f"{layout}, {case.name}", layout=layout) for layout in LAYOUTS for case in MODES]
+DROPPED = case_of("dropout, mode 3")
 
 
 @pytest.fixture(autouse=True)
@@ -34,53 +38,24 @@ def calls():
     oracle.set_fault(None)
 
 
-@pytest.mark.parametrize("case", PACKED, ids=str)
+@pytest.mark.parametrize("case", [*PACKED, *EQUAL], ids=lambda case: f"{case.layout}, {case}")
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
-def test_packed(case, dtype):
+def test_forward_and_gradient_agree_with_fp64(case, dtype):
     check(case, dtype)
-
-
-@pytest.mark.parametrize("case", DENSE, ids=str)
-def test_equal_lengths(case):
-    check(case, torch.float32)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["mode 3", "slopes, mode 3", "bias, type 0", "dropout, mode 3"])
-def test_equal_lengths_in_16_bits(name, dtype):
-    check(next(case for case in DENSE if case.name == f"SBH, {name}"), dtype)
-
-
-def test_layout_names_may_be_lower_case():
-    check(replace(UNEVEN, layout="TND"), torch.float32)
-    inputs, leaves, _, options = on_npu(UNEVEN, torch.float32)
-    small = torch_npu.npu_fusion_attention_v2(*leaves, 4, "tnd", **options)
-    assert torch.equal(
-        small[0].cpu(), oracle.fused_attention(*inputs.tensors[:3], 4, "TND", scale=inputs.scale, **inputs.options)[0]
-    )
-
-
-@pytest.mark.parametrize("kind", [0, 1])
-def test_the_gradient_of_an_external_bias(kind):
-    case = Case("bias", ((6, 9),) * 2, everything, layout="BNSD", pse="each", options=dict(pse_type=kind))
-    inputs, leaves, dy, options = on_npu(case, torch.float32)
-    pse = options.pop("pse").requires_grad_()
-    torch_npu.npu_fusion_attention_v2(*leaves, 4, "BNSD", pse=pse, **options)[0].backward(dy)
-    compare({"dpse": pse.grad}, {"dpse": bias_gradient(case, inputs)}, torch.float32)
 
 
 def test_slopes_have_no_gradient():
     """There is none in the operator; what comes out is NaN here, so that nobody takes it for one."""
-    case = next(x for x in PACKED if x.name == "slopes, mode 3")
+    case = case_of("slopes, mode 3")
     _, leaves, dy, options = on_npu(case, torch.float32)
     pse = options.pop("pse").requires_grad_()
     torch_npu.npu_fusion_attention_v2(*leaves, case.heads[0], "TND", pse=pse, **options)[0].backward(dy)
     assert pse.grad.cpu().isnan().all() and leaves[0].grad.cpu().isfinite().all()
 
 
-@pytest.mark.parametrize("name", ["mode 3", "slopes, no mask, keys before", "dropout, mode 3"])
+@pytest.mark.parametrize("name", ["mode 3", "slopes, keys before", "dropout, mode 3"])
 def test_the_gradient_by_hand(name):
-    case = next(x for x in PACKED if x.name == name)
+    case = case_of(name)
     inputs, leaves, dy, options = on_npu(case, torch.float32)
     results = torch_npu.npu_fusion_attention_v2(*leaves, 4, "TND", **options)
     bits = bits_of(results, case) if "keep_prob" in options else None
@@ -89,74 +64,35 @@ def test_the_gradient_by_hand(name):
     compare(dict(zip(("dq", "dk", "dv"), grads, strict=False)), {x: want[x] for x in ("dq", "dk", "dv")}, torch.float32)
 
 
-def test_gradients_of_parts_of_the_keys_with_the_statistics_of_all_add_up():
+def merged_parts(dtype=torch.float32):
     """What a ring does: two calls over half the keys, merged by the ring update; (max = lse, sum = 1) for the gradient."""
     case = Case("whole", ((24, 30),), everything, dims=(64, 64))
-    inputs, (q, k, v), dy, options = on_npu(case, torch.float32)
+    inputs, (q, k, v), dy, options = on_npu(case, dtype)
     want, parts = reference(case, inputs), []
     for rows in (slice(0, 11), slice(11, 30)):
         more = options | {"actual_seq_kvlen": [len(k[rows])]}
         kv = [x.detach()[rows].contiguous() for x in (k, v)]
         parts.append((kv, more, torch_npu.npu_fusion_attention_v2(q.detach(), *kv, 4, "TND", **more)))
-    ends = torch.tensor([0, 24], device="npu")
-    out, largest, total = torch_npu.npu_ring_attention_update(
-        *parts[0][2][:3], *parts[1][2][:3], actual_seq_qlen=ends, input_layout="TND"
-    )
+
+    def padded(results):
+        """TND of one sequence as SBH: statistics lie there as [N, S, 8] anyway."""
+        out, *statistics = results[:3]
+        return out.reshape(24, 1, -1), *(x.reshape(1, 4, 24, 8) for x in statistics)
+
+    merged = torch_npu.npu_ring_attention_update(*padded(parts[0][2]), *padded(parts[1][2]))
+    out, largest, total = merged[0].view(24, 4, 64), *(x.view(24, 4, 8) for x in merged[1:])
+    assert out.dtype == dtype
     lse = largest + total.log()
     change = dict(softmax_max=lse, softmax_sum=torch.ones_like(lse), attention_in=out)
     grads = [gradient_v2([q, *kv], dy, 4, results, more, **change) for kv, more, results in parts]
     dk, dv = (torch.cat([grads[0][x], grads[1][x]]) for x in (1, 2))
     got = dict(out=out, lse=lse_of(largest, total), dq=grads[0][0] + grads[1][0], dk=dk, dv=dv)
-    compare(got, want, torch.float32)
+    compare(got, want, dtype)
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
-def test_ring_update_in_sbh(dtype):
-    case = Case("whole", ((12, 20),) * 2, everything, layout="SBH", dims=(16, 16))
-    inputs, (q, k, v), _, options = on_npu(case, dtype)
-    parts = []
-    for rows in (slice(0, 5), slice(5, 20)):
-        parts.append(
-            torch_npu.npu_fusion_attention_v2(q, k[rows].contiguous(), v[rows].contiguous(), 4, "SBH", **options)[:3]
-        )
-    out, largest, total = torch_npu.npu_ring_attention_update(*parts[0], *parts[1])
-    want = reference(case, inputs)
-    assert out.dtype == dtype
-    compare({"out": out, "lse": lse_of(largest, total)}, {x: want[x] for x in ("out", "lse")}, dtype)
-
-
-# --- npu_fusion_attention, the first version
-
-
-@pytest.mark.parametrize("layout", ["TND", *LAYOUTS])
-def test_version_1(layout):
-    """It has neither pse_type nor start indices, and spells pre_tockens."""
-    case = next(x for x in (PACKED if layout == "TND" else MODES) if x.name.startswith("mode 4"))
-    case = replace(case, layout=layout)
-    inputs, leaves, dy, options = on_npu(case, torch.float32)
-    for name in ("pre", "next"):
-        options[f"{name}_tockens"] = options.pop(f"{name}_tokens")
-    results = torch_npu.npu_fusion_attention(*leaves, 4, layout, **options)
-    results[0].backward(dy)
-    got = dict(zip(("dq", "dk", "dv"), (x.grad for x in leaves), strict=True))
-    compare(got | {"out": results[0], "lse": lse_of(*results[1:3])}, reference(case, inputs), torch.float32)
-
-
-def test_statistics_are_per_sequence_unless_version_1_is_asked_for_tnd():
-    """v2 takes softmax_layout and loses it on the way, on this kind of device."""
-    inputs, leaves, dy, options = on_npu(UNEVEN, torch.float32)
-    want = reference(UNEVEN, inputs)
-    lse, first = [], 0
-    for sq, _ in UNEVEN.sizes:
-        lse.append(want["lse"][first * 4 : (first + sq) * 4].view(4, sq).T.flatten())
-        first += sq
-    results = torch_npu.npu_fusion_attention(*leaves, 4, "TND", softmax_layout="TND", **options)
-    assert (lse_of(*results[1:3]) - torch.cat(lse)).abs().max() < 1e-5
-    results[0].backward(dy)
-    compare({"dq": leaves[0].grad}, {"dq": want["dq"]}, torch.float32)
-    for operator, layout in ((torch_npu.npu_fusion_attention, ""), (torch_npu.npu_fusion_attention_v2, "TND")):
-        results = operator(*leaves, 4, "TND", softmax_layout=layout, **options)
-        assert (lse_of(*results[1:3]) - want["lse"]).abs().max() < 1e-5
+def test_gradients_of_parts_of_the_keys_with_the_statistics_of_all_add_up(dtype):
+    merged_parts(dtype)
 
 
 def test_rows_apart_in_memory():
@@ -171,41 +107,112 @@ def test_rows_apart_in_memory():
     assert torch.equal(got[0], want[0]) and all(torch.equal(a.grad, b.grad) for a, b in zip(apart, leaves, strict=True))
 
 
-def test_what_a_call_received_is_recorded(calls):
-    check(next(case for case in PACKED if case.name == "slopes, mode 3"), torch.bfloat16)
-    forward, backward = calls
-    assert (forward.operator, backward.operator) == ("fused_attention", "fused_attention_grad")
-    for call in calls:
-        assert call.layout == "TND" and call.sparse_mode == 3 and call.pse_type == 2 and call.starts == (0, 0)
-        assert call.sizes == ((5, 5), (17, 17), (9, 9)) and call.dtype == torch.bfloat16
-        assert call.mask_bytes == 2048**2 and call.pse_bytes == 16 and call.drop_bytes == 0
-
-
 @pytest.mark.parametrize("fault", oracle.FAULTS)
 def test_a_fault_named_in_the_environment_shows(fault, monkeypatch):
     """As `doctor` must see it; each by a case that it spoils."""
     case = {
-        "mask ignored past 512 columns": "mode 3, past 512 columns",
-        "statistics in TND order": "mode 3",
-        "kv_start_idx ignored": "slopes, no mask, keys before",
-        "sparse_mode 3 from the top left": "mode 3",
-        "key heads interleaved": "mode 3",
-        "dropout without 1/keep_prob": "dropout, mode 3",
-        "gradient drops other weights": "dropout, mode 3",
-        "sparse_mode 1 as causal": "mode 1",
-    }.get(fault)
+        "mask ignored past 512 columns": case_of("mode 3, past 512 columns"),
+        "kv_start_idx ignored": case_of("slopes, keys before"),
+        "dropout without 1/keep_prob": DROPPED,
+        "gradient drops other weights": DROPPED,
+        "sparse_mode 1 as causal": EQUAL[1],
+    }
+    by_case = case.get(fault, UNEVEN) if "ring update" not in fault and "given statistics" not in fault else None
     monkeypatch.setenv("HOST_CANN_FAULT", fault)
     with pytest.raises(AssertionError, match=r": \d"):  # "dq: 1.2e-01"
-        if case:
-            check(next(x for x in PACKED if x.name == case), torch.float32)
-        else:
-            test_gradients_of_parts_of_the_keys_with_the_statistics_of_all_add_up()
+        check(by_case, torch.float32) if by_case else merged_parts()
     monkeypatch.setenv("HOST_CANN_FAULT", "")
     check(UNEVEN, torch.float32)
 
 
+# dropout
+
+
+def dropped(**more):
+    _, leaves, _, options = on_npu(DROPPED, torch.float32)
+    return torch_npu.npu_fusion_attention_v2(*leaves, 4, "TND", **options, **more)
+
+
+def test_every_call_drops_other_weights_and_a_seed_drops_them_again_whatever_the_caller_gives():
+    """torch_npu overwrites a seed of the caller by the generator's on this kind of device."""
+    torch.npu.manual_seed(7)
+    first, two = dropped(), dropped()
+    torch.npu.manual_seed(7)
+    again = dropped(seed=99, offset=3)
+    assert first[4] == 7 and first[4:7] == again[4:7] != two[4:7]
+    assert torch.equal(first[0], again[0]) and not torch.equal(first[0], two[0])
+
+
+def test_a_dropout_mask_of_the_caller_is_used(calls):
+    numels = oracle.dropout_numels(4, DROPPED.sizes)
+    bits = oracle.dropout_bits(5, 6, numels, 0.3)
+    results = dropped(dropout_mask=bits.to("npu"), seed=5, offset=6)
+    want = reference(DROPPED, inputs_of(DROPPED, torch.float32), bits)["out"]
+    compare({"out": results[0]}, {"out": want}, torch.float32)
+    torch.npu.synchronize()
+    assert results[4:7] == (5, 6, numels) and calls[-1].drop_bytes == bits.numel()
+
+
+# refusals
+
+
 @pytest.mark.ends_queue(2)
-def test_a_fault_that_there_is_not_is_an_error(monkeypatch):
-    monkeypatch.setenv("HOST_CANN_FAULT", "sleepy")
-    with refused("no fault is called 'sleepy'; valid: mask ignored"):
-        check(UNEVEN, torch.float32)
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
+def test_a_wrong_call_is_refused_with_the_reason(wrong, calls):
+    call = {name: to_npu(x) for name, x in arguments(wrong).items()}
+    with refused(wrong.host or f"refused by the stand-in.*{wrong.says}", IndexError):
+        torch_npu.npu_fusion_attention_v2(**call)
+    assert not calls
+
+
+@pytest.mark.parametrize("layout", ["TND", "BSND"])
+def test_the_sound_call_is_accepted(layout, calls):
+    torch_npu.npu_fusion_attention_v2(**{name: to_npu(x) for name, x in sound(layout).items()})
+    torch.npu.synchronize()
+    assert [x.layout for x in calls] == [layout]
+
+
+def test_statistics_that_no_forward_gives_are_refused():
+    _, leaves, dy, options = on_npu(UNEVEN, torch.float32)
+    results = torch_npu.npu_fusion_attention_v2(*leaves, 4, "TND", **options)
+    with refused("softmax_max that is not finite"):
+        gradient_v2(leaves, dy, 4, results, options, softmax_max=torch.full_like(results[1], -torch.inf))
+
+
+@pytest.mark.ends_queue(2)
+def test_an_operator_that_the_stand_in_lacks_is_refused_by_torch_npu(calls):
+    """As on a CANN without it."""
+    rope = dict.fromkeys(("query_rope", "key_rope"), torch.zeros(32, 4, 8))
+    with refused("aclnnFlashAttentionVarLenScoreV3 .* not in libopapi"):
+        torch_npu.npu_fusion_attention_v2(**{name: to_npu(x) for name, x in (sound("TND") | rope).items()})
+    assert not calls
+
+
+BAND = replace(
+    UNEVEN, sees=band(0, 0), options=dict(sparse_mode=4, pre_tokens=0, next_tokens=0), sizes=((5, 5), (9, 12))
+)
+
+
+@pytest.mark.ends_queue(2)
+def test_the_gradient_of_a_band_of_one_key_is_refused_and_its_forward_is_not(calls):
+    _, leaves, dy, options = on_npu(BAND, torch.float32)
+    results = torch_npu.npu_fusion_attention_v2(*leaves, 4, "TND", **options)
+    torch.npu.synchronize()
+    with refused(r"pre_tokens \+ next_tokens above 0; got 0 and 0 \(rule band-gradient; "):
+        gradient_v2(leaves, dy, 4, results, options)
+    assert [call.operator for call in calls] == ["fused_attention"]
+
+
+@pytest.mark.parametrize("alibi", [False, True])
+def test_the_backend_has_another_way_to_a_window_of_one_key(calls, alibi):
+    inputs = [torch.randn(42, heads, 16) for heads in (4, 2, 2, 4)]
+    how = dict(window=(0, 0), alibi=alibi)
+    results = []
+    for device in ("cpu", "npu"):
+        q, k, v, dout = (x.to(device) for x in inputs)
+        out, lse = attention(q, k, v, [0, 5, 42], [0, 5, 42], backend=device, **how)
+        grads = attention_backward(dout, q, k, v, out, lse, [0, 5, 42], [0, 5, 42], backend=device, **how)
+        results.append([x.cpu() for x in (out, lse, *grads)])
+    for want, got in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
+    assert [(call.layout, set(call.sizes)) for call in calls] == [("BSND", {(1, 1)})] * 2

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from tests import host_cann
-from tests.host_cann import fallback
-from tests.host_cann.build import BuildError, build, digest
+from tests.host_cann.build import BuildError, build
 from tests.npu.operators import refused
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -38,47 +37,7 @@ def test_the_package_is_the_real_one_and_belongs_to_this_torch() -> None:
     )
 
 
-def test_devices_and_their_properties() -> None:
-    assert torch.npu.is_available() and torch.npu.device_count() == 16
-    properties = torch.npu.get_device_properties(0)
-    assert properties.name == torch.npu.get_device_name() == "Ascend910B1" and properties.total_memory == 64 << 30
-    assert torch.npu.is_bf16_supported()
-
-
-def test_the_current_device_is_where_tensors_are_made() -> None:
-    assert torch.npu.current_device() == 0
-    with torch.npu.device(3):
-        assert torch.npu.current_device() == 3 and torch.ones(1, device="npu").device.index == 3
-    torch.npu.set_device("npu:2")
-    assert (torch.ones(1, device="npu") + 1).device.index == 2
-    torch.npu.set_device(0)
-    with pytest.raises(RuntimeError, match=r"107000|invalid"):
-        torch.npu.set_device(99)
-
-
-def test_streams_of_a_device_stay_there() -> None:
-    with torch.npu.device(1):
-        stream = torch.npu.Stream()
-    assert stream.device.index == 1 and torch.npu.current_stream(0) != torch.npu.current_stream(1)
-    with torch.npu.stream(stream):
-        assert torch.npu.current_device() == 1 and torch.npu.current_stream() == stream
-    assert torch.npu.current_stream() == torch.npu.default_stream()
-
-
-def test_memory_is_counted_and_given_back() -> None:
-    gc.collect()  # what cycles of earlier tests hold
-    torch.npu.empty_cache()
-    before, (free, total) = torch.npu.memory_allocated(), torch.npu.mem_get_info()
-    torch.npu.reset_peak_memory_stats()
-    size = 200 << 20  # more than what other tests have left behind in blocks that are partly in use
-    tensor = torch.empty(size // 4 - 8, device="npu")  # torch_npu asks for 32 bytes more
-    assert torch.npu.memory_allocated() - before == size and torch.npu.mem_get_info() == (free - size, total)
-    del tensor
-    assert torch.npu.memory_allocated() == before and torch.npu.max_memory_allocated() == before + size
-    torch.npu.empty_cache()
-    assert torch.npu.mem_get_info()[0] == free
-
-
+@pytest.mark.thorough  # a Python of its own
 def test_a_small_poisoned_device_with_the_other_allocator() -> None:
     code = """
 x = torch.empty(1 << 20, device="npu")
@@ -112,14 +71,6 @@ def test_memory_that_is_used_again_is_poisoned_on_its_stream(monkeypatch: pytest
     assert torch.zeros(size, device="npu").sum().item() == 0
 
 
-def test_a_setting_that_is_no_number_is_refused() -> None:
-    path = Path(os.environ.get("HOST_CANN_BUILD") or host_cann.FOLDER) / "libascendcl.so"
-    code = f"import ctypes; ctypes.CDLL({str(path.resolve())!r}).host_cann_drain(None)"
-    settings = {**os.environ, "HOST_CANN_JITTER_US": "often"}
-    done = subprocess.run([sys.executable, "-I", "-c", code], env=settings, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr == "host_cann: HOST_CANN_JITTER_US=often is no whole number\n"
-
-
 def test_random_numbers_follow_the_seed_and_the_state() -> None:
     def draw() -> list[float]:
         return torch.cat([torch.rand(3, device="npu"), torch.randn(3, device="npu")]).tolist()
@@ -134,34 +85,17 @@ def test_random_numbers_follow_the_seed_and_the_state() -> None:
     assert draw() == first
 
 
-def test_random_numbers_of_the_cpu_are_left_alone() -> None:
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    torch.rand(3, device="npu")
-    assert torch.equal(torch.rand(3), expected)
-
-
-def test_generators_of_ones_own() -> None:
-    generator = torch.Generator(device="npu").manual_seed(5)
-    first = torch.randint(0, 1000, (8,), device="npu", generator=generator).tolist()
-    assert torch.randint(0, 1000, (8,), device="npu", generator=generator).tolist() != first
-    assert torch.randint(0, 1000, (8,), device="npu", generator=generator.manual_seed(5)).tolist() == first
-
-
-@pytest.mark.parametrize("probability", [0.0, 0.3])
-def test_dropout_scales_follows_the_seed_and_has_its_gradient(probability: float) -> None:
+def test_dropout_scales_follows_the_seed_and_has_its_gradient() -> None:
     results = []
     for _ in range(2):
         torch.npu.manual_seed(1)
         x = torch.ones(1000, device="npu", requires_grad=True)
-        out = torch.nn.functional.dropout(x, probability)
+        out = torch.nn.functional.dropout(x, 0.3)
         out.sum().backward()
         assert torch.equal(x.grad, out)
         results.append(out.tolist())
     assert results[0] == results[1]
-    dropped = results[0].count(0.0)
-    assert dropped == 0 if probability == 0 else 200 < dropped < 400
+    assert 200 < results[0].count(0.0) < 400
 
 
 @pytest.mark.ends_queue(1, 2)
@@ -181,23 +115,7 @@ def test_a_wrong_order_of_imports_and_an_unknown_mode_of_the_queue_are_refused(m
         host_cann.load()
 
 
-def test_a_second_load_is_the_same_module_and_a_second_build_does_nothing() -> None:
-    assert host_cann.load() is sys.modules["torch_npu"] and fallback.install(host_cann.library("acl")) == 0
-    folder = Path(os.environ.get("HOST_CANN_BUILD") or host_cann.FOLDER)
-    before = [path.stat().st_mtime_ns for path in build(folder)]
-    assert before == [path.stat().st_mtime_ns for path in build(folder)] and (folder / "built").read_text() == digest()
-
-
 def test_a_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(BuildError, match=r"gcc is not on PATH.*apt install gcc"):
         build(tmp_path / "libraries")
-
-
-def test_a_change_in_a_source_changes_the_digest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from tests.host_cann import build as module
-
-    before = digest()
-    (tmp_path / "more.c").write_text("")
-    monkeypatch.setattr(module, "HERE", tmp_path)
-    assert digest() != before

@@ -1,32 +1,30 @@
 """Streams of the stand-in are asynchronous, so that a missing wait, a reused buffer or a late error shows, as on a device.
 
-Every test that needs a wait is also run without it, and must go wrong then.
+Every test that needs a wait is also run without it, and must go wrong then. HOST_CANN_LATE makes the results of operators
+late, too: `tests.host_cann.control.late`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import torch_npu
+from torch import Tensor
 
-from tests.host_cann import control
+from tests.host_cann import control, oracle
+from tests.npu.operators import refused
 
 N = 1000
 LATE = 0.05  # seconds that a held-up task is late
+Wait = Callable[[torch.npu.Stream], None]
 
 
-def filled(value: float) -> torch.Tensor:
+def filled(value: float) -> Tensor:
     tensor = torch.full((N,), float(value), device="npu")
     torch.npu.synchronize()
     return tensor
-
-
-def late_copy(stream: torch.npu.Stream, target: torch.Tensor, source: torch.Tensor) -> None:
-    """A copy on `stream` that does not happen at once."""
-    control.delay(stream, LATE)
-    with torch.npu.stream(stream):
-        target.copy_(source)
 
 
 def wait_stream(side: torch.npu.Stream) -> None:
@@ -51,93 +49,20 @@ def synchronize_device(side: torch.npu.Stream) -> None:
     torch.npu.synchronize()
 
 
-def no_wait(side: torch.npu.Stream) -> None:
-    pass
-
-
 WAITS = [wait_stream, wait_event, synchronize_event, synchronize_stream, synchronize_device]
 
 
 @pytest.mark.parametrize("wait", WAITS)
-def test_a_copy_on_another_stream_is_seen_after_a_wait(wait: Callable[[torch.npu.Stream], None]) -> None:
+def test_a_copy_on_another_stream_is_seen_after_a_wait_which_lets_other_threads_run(wait: Wait) -> None:
     side, target, source = torch.npu.Stream(), filled(1), filled(2)
-    late_copy(side, target, source)
-    wait(side)
-    assert target.sum().item() == 2 * N
-
-
-def test_a_copy_on_another_stream_is_not_seen_without_a_wait() -> None:
-    side, target, source = torch.npu.Stream(), filled(1), filled(2)
-    with control.held(side):
+    with control.held(side, LATE):  # a Python thread opens it, which needs the interpreter's lock
         with torch.npu.stream(side):
             target.copy_(source)
-        assert target.sum().item() == N
-    torch.npu.synchronize()
-    assert target.sum().item() == 2 * N
+        wait(side)
+        assert target.sum().item() == 2 * N
 
 
-def two_streams(wait_before: bool, wait_after: bool) -> float:
-    """The main stream makes x, a side stream copies it twice, the main stream sums the copy: two waits are needed.
-
-    What is late is always the same: the main stream's work until the side stream had its chance, the second copy until
-    the main stream had its.
-    """
-    side, main = torch.npu.Stream(), torch.npu.current_stream()
-    x, middle, copied = filled(1), filled(0), filled(0)
-    control.hold(main)
-    x.copy_(torch.full((N,), 3.0).pin_memory(), non_blocking=True)
-    if wait_before:
-        side.wait_stream(main)
-    with torch.npu.stream(side):
-        middle.copy_(x)
-    if not wait_before:
-        side.synchronize()
-    control.release(main)
-    with control.held(side, LATE if wait_after else None), torch.npu.stream(side):
-        copied.copy_(middle)
-        if wait_after:
-            main.wait_stream(side)
-        with torch.npu.stream(main):
-            return copied.sum().item()
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "value"),
-    [(True, True, 3 * N), (False, True, N), (True, False, 0), (False, False, 0)],
-    ids=["both waits", "first missing", "second missing", "both missing"],
-)
-def test_each_of_two_waits_decides_the_result(before: bool, after: bool, value: float) -> None:
-    assert two_streams(before, after) == value
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_waits_suffice_under_random_delays_and_their_absence_is_found(seed: int) -> None:
-    def relay(waits: bool) -> float:
-        """A number is handed through copies on two streams, back and forth."""
-        streams = [torch.npu.Stream(), torch.npu.Stream()]
-        cells = [filled(0) for _ in range(30)]
-        cells[0].fill_(7)
-        torch.npu.synchronize()
-        control.jitter(1000, seed)
-        if not waits:
-            control.hold(streams[1])
-        for i in range(1, len(cells)):
-            stream, before = streams[i % 2], streams[1 - i % 2]
-            if waits:
-                stream.wait_stream(before)
-            with torch.npu.stream(stream):
-                cells[i].copy_(cells[i - 1])
-        if not waits:
-            streams[0].synchronize()
-            control.release(streams[1])
-        torch.npu.synchronize()
-        return cells[-1].mean().item()
-
-    assert relay(waits=True) == 7
-    assert relay(waits=False) == 0
-
-
-def test_a_stream_runs_while_another_is_held_up() -> None:
+def test_a_stream_runs_while_another_is_held_up_and_its_work_is_not_seen_without_a_wait() -> None:
     slow, fast = torch.npu.Stream(), torch.npu.Stream()
     targets, source = [filled(0), filled(0)], filled(1)
     with control.held(slow):
@@ -149,17 +74,6 @@ def test_a_stream_runs_while_another_is_held_up() -> None:
         assert [target[0].item() for target in targets] == [0, 1]
     torch.npu.synchronize()
     assert slow.query() and targets[0][0].item() == 1
-
-
-def test_tasks_of_a_stream_keep_their_order() -> None:
-    stream, target = torch.npu.Stream(), filled(0)
-    sources = [filled(i) for i in range(20)]
-    control.jitter(500)
-    with torch.npu.stream(stream):
-        for source in sources:
-            target.copy_(source)
-    stream.synchronize()
-    assert target[0].item() == 19
 
 
 def test_an_event_is_done_when_what_was_before_it_is_and_measures_time() -> None:
@@ -188,39 +102,31 @@ def test_a_wait_is_for_the_record_that_was_there_at_the_call() -> None:
         assert target.sum().item() == N
 
 
-def test_copies_from_pinned_memory_are_late_and_from_other_memory_are_not() -> None:
-    pinned, plain = torch.ones(N).pin_memory(), torch.ones(N)
+def test_copies_of_pinned_memory_are_late_and_of_other_memory_are_not() -> None:
+    pinned, plain, source = torch.ones(N).pin_memory(), torch.ones(N), filled(3)
     targets = filled(0), filled(0)
     with control.held(torch.npu.current_stream()):
         targets[0].copy_(pinned, non_blocking=True)
         pinned.fill_(5)  # too early
+        back = source.to("cpu", non_blocking=True)
+        assert back.is_pinned()
+        back.fill_(0)  # too early
     targets[1].copy_(plain)
     plain.fill_(5)  # the call has read it
-    assert [target[0].item() for target in targets] == [5, 1]
+    assert [target[0].item() for target in targets] == [5, 1] and back.sum().item() == 3 * N
 
 
-def test_copies_to_pinned_memory_are_late() -> None:
-    source = filled(3)
-    with control.held(torch.npu.current_stream()):
-        result = source.to("cpu", non_blocking=True)
-        assert result.is_pinned()
-        result.fill_(0)
-    torch.npu.current_stream().synchronize()
-    assert result.sum().item() == 3 * N
-
-
-@pytest.mark.parametrize(("wait", "value"), [(wait_stream, 1), (no_wait, 9)], ids=["wait", "no wait"])
-def test_a_buffer_that_is_written_before_its_reader_is_done_gives_wrong_data(
-    wait: Callable[[torch.npu.Stream], None], value: float
-) -> None:
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_buffer_that_is_written_before_its_reader_is_done_gives_wrong_data(waits: bool) -> None:
     side, buffer, result = torch.npu.Stream(), filled(1), filled(0)
-    with control.held(side, LATE if wait is wait_stream else None):
+    with control.held(side, LATE if waits else None):
         with torch.npu.stream(side):
             result.copy_(buffer)
-        wait(side)
+        if waits:
+            wait_stream(side)
         buffer.fill_(9)
     torch.npu.synchronize()
-    assert result.mean().item() == value
+    assert result.mean().item() == (1 if waits else 9)
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["record_stream", "no record_stream"])
@@ -241,22 +147,11 @@ def test_memory_that_is_freed_while_another_stream_reads_it(kept: bool) -> None:
     assert result.mean().item() == (1 if kept else 9)
 
 
-def test_memory_that_was_recorded_comes_back_when_the_stream_is_done() -> None:
-    side, result = torch.npu.Stream(), filled(0)
-    buffer = filled(1)
-    address = buffer.data_ptr()
-    with torch.npu.stream(side):
-        result.copy_(buffer)
-    buffer.record_stream(side)
-    del buffer
-    torch.npu.synchronize()
-    assert torch.empty(N, device="npu").data_ptr() == address
-
-
 @pytest.mark.parametrize("wait", [synchronize_stream, synchronize_device])
-def test_a_failed_task_raises_at_the_next_synchronize_and_not_before(wait: Callable[[torch.npu.Stream], None]) -> None:
+def test_the_first_failed_task_raises_at_the_next_synchronize_and_not_before(wait: Wait) -> None:
     side, target, source = torch.npu.Stream(), filled(0), filled(1)
     control.fail(side, 507015, "the third cube overheated")
+    control.fail(side, 507014, "second")
     with torch.npu.stream(side):
         target.copy_(source)  # enqueueing says nothing
     with pytest.raises(RuntimeError, match="507015") as caught:
@@ -266,48 +161,108 @@ def test_a_failed_task_raises_at_the_next_synchronize_and_not_before(wait: Calla
     assert target.sum().item() == N
 
 
-def test_of_several_failed_tasks_the_first_is_told() -> None:
-    side = torch.npu.Stream()
-    control.fail(side, 507015, "first")
-    control.fail(side, 507014, "second")
-    with pytest.raises(RuntimeError, match="first"):
-        side.synchronize()
+# fused operators: after what their own stream had to do, and before what another has
 
 
-def test_an_operator_on_a_stream_with_a_failed_task_raises() -> None:
-    control.fail(torch.npu.current_stream(), 507015, "lost")
-    with pytest.raises(RuntimeError, match=r"an earlier task of the current stream failed, error code 507015: lost"):
-        torch.zeros(3, device="npu")
-    with pytest.raises(RuntimeError, match="lost"):
-        torch.npu.synchronize()
+def attention_of(rows: Tensor) -> Tensor:
+    ends = dict(actual_seq_qlen=[12], actual_seq_kvlen=[12])
+    return torch_npu.npu_fusion_attention_v2(rows, rows, rows, 2, "TND", **ends)[0]
 
 
-def test_a_failure_on_one_device_is_nothing_to_another() -> None:
-    with torch.npu.device(1):
-        side = torch.npu.Stream()
-    control.fail(side, 507015, "device one")
-    torch.npu.synchronize(0)
-    with pytest.raises(RuntimeError, match="device one"):
-        torch.npu.synchronize(1)
+@pytest.fixture
+def old_and_new() -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
+    """Old rows and others that come into their place; what attention makes of each."""
+    both = torch.randn(2, 12, 2, 16, generator=torch.Generator().manual_seed(0))
+    ends = dict(actual_seq_qlen=[12], actual_seq_kvlen=[12])
+    results = [oracle.fused_attention(x, x, x, 2, "TND", **ends)[0] for x in both]
+    rows, source = (x.clone().to("npu") for x in both)
+    torch.npu.synchronize()
+    yield rows, source, results
 
 
-@pytest.mark.parametrize("wait", WAITS)
-def test_waiting_lets_other_threads_run(wait: Callable[[torch.npu.Stream], None]) -> None:
-    side, result, source = torch.npu.Stream(), filled(0), filled(1)
-    with control.held(side, LATE):  # a Python thread opens it, which needs the interpreter's lock
+@pytest.mark.parametrize("waits", [True, False])
+def test_attention_sees_what_another_stream_writes_after_a_wait_alone(
+    waits: bool, old_and_new: tuple[Tensor, Tensor, list[Tensor]]
+) -> None:
+    (rows, source, (old, new)), side = old_and_new, torch.npu.Stream()
+    with control.held(side, LATE if waits else None):
         with torch.npu.stream(side):
-            result.copy_(source)
-        wait(side)
-        assert result[0].item() == 1
+            rows.copy_(source)
+        if waits:
+            wait_stream(side)
+        assert torch.equal(attention_of(rows).cpu(), new if waits else old)
+    side.synchronize()
+    assert torch.equal(attention_of(rows).cpu(), new)
 
 
-def test_jitter_delays_every_task() -> None:
-    stream = torch.npu.Stream()
-    start, end = torch.npu.Event(enable_timing=True), torch.npu.Event(enable_timing=True)
-    control.jitter(4000, seed=1)
-    start.record(stream)
-    for _ in range(20):
-        control.delay(stream, 0)
-    end.record(stream)
-    end.synchronize()
-    assert start.elapsed_time(end) > 10  # of 21 draws between 0 and 4 ms; the draws are the same in every run
+def test_contents_are_not_looked_at_before_their_time(old_and_new: tuple[Tensor, Tensor, list[Tensor]]) -> None:
+    """A mask that is still on its way, and wrong until then, is no reason to refuse the call."""
+    upper = torch.ones(2048, 2048, dtype=torch.bool).triu(1).to("npu")
+    mask, rows = torch.zeros_like(upper), old_and_new[0]
+    torch.npu.synchronize()
+    control.delay(torch.npu.current_stream(), LATE)
+    mask.copy_(upper, non_blocking=True)
+    call = dict(sparse_mode=3, atten_mask=mask, actual_seq_qlen=[12], actual_seq_kvlen=[12])
+    torch_npu.npu_fusion_attention_v2(rows, rows, rows, 2, "TND", **call)
+    mask.zero_()
+    with refused("507015[^$]*must be 1 above the diagonal"):
+        torch_npu.npu_fusion_attention_v2(rows, rows, rows, 2, "TND", **call)
+    attention_of(rows)  # calls go on
+    torch.npu.synchronize()
+
+
+# results that come late
+
+
+@pytest.fixture
+def late() -> Iterator[None]:
+    with control.late():
+        yield
+
+
+def test_new_results_are_late(late: None) -> None:
+    side, main = torch.npu.Stream(), torch.npu.current_stream()
+    x, copied = filled(1), filled(0)
+    address = filled(7).data_ptr()  # freed: the next tensor of this size gets it
+    with control.operator_held(main):
+        y = x * 5
+        assert y.data_ptr() == address
+        with torch.npu.stream(side):
+            copied.copy_(y)
+        side.synchronize()
+    assert (copied[0].item(), y[0].item()) == (7, 5)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_input_that_is_overwritten_before_the_operator_ran_is_told(waits: bool, late: None) -> None:
+    """What lies beside it may change."""
+    side, stream = torch.npu.Stream(), torch.npu.Stream()
+    x, buffer, other = filled(1), torch.cat([filled(2), filled(0)]), filled(3)
+    torch.npu.synchronize()
+    with torch.npu.stream(stream), control.operator_held(stream, LATE if waits else None):
+        total = x.view(10, -1)[:, ::2] + buffer[:N].view(10, -1)[:, 1::2]
+        if waits:
+            side.wait_stream(stream)
+        with torch.npu.stream(side):
+            buffer[N if waits else 0 :][:N].copy_(other)
+        side.synchronize()
+    if waits:
+        stream.synchronize()
+        assert total.sum().item() == 3 * N / 2
+    else:
+        with pytest.raises(RuntimeError, match=r"input 1 of aten::add was overwritten before the operator ran"):
+            stream.synchronize()
+
+
+def test_rows_of_attention_that_are_overwritten_too_early_are_told(
+    late: None, old_and_new: tuple[Tensor, Tensor, list[Tensor]]
+) -> None:
+    rows, source, _ = old_and_new
+    stream, side = torch.npu.Stream(), torch.npu.Stream()
+    with torch.npu.stream(stream), control.operator_held(stream):
+        attention_of(rows)
+        with torch.npu.stream(side):
+            rows.copy_(source, non_blocking=True)
+        side.synchronize()
+    with pytest.raises(RuntimeError, match="input 0 of aclnnFlashAttentionVarLenScoreV2 was overwritten"):
+        stream.synchronize()

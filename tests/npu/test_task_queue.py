@@ -29,10 +29,6 @@ def attend(rows: torch.Tensor, **options: Any) -> torch.Tensor:
     return torch_npu.npu_fusion_attention_v2(rows, rows, rows, 2, "TND", **ENDS, **options)[0]
 
 
-def test_the_mode_is_that_of_the_environment() -> None:
-    assert torch.npu.get_task_queue_enable() == task_queue.mode()
-
-
 def test_the_queues_thread_makes_one_phase_of_a_call_or_both(
     rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,15 +104,6 @@ def test_a_missing_wait_shows_whether_or_not_the_queue_is_emptied(rows: torch.Te
     assert torch.equal(taken.cpu(), want) == wait
 
 
-def test_contents_that_a_kernel_refuses_are_an_error_of_the_stream_and_calls_go_on(rows: torch.Tensor) -> None:
-    mask = torch.zeros(2048, 2048, dtype=torch.bool, device="npu")
-    with refused("507015[^$]*must be 1 above the diagonal"):
-        attend(rows, sparse_mode=3, atten_mask=mask)
-    attend(rows)
-    torch.npu.synchronize()
-    assert [call.operator for call in oracle.calls] == ["fused_attention"]
-
-
 @pytest.mark.ends_queue(2)
 def test_after_a_refusal_in_the_queues_thread_torch_npu_makes_no_call_of_this_process(rows: torch.Tensor) -> None:
     with refused("head sizes must be|Dq == Dk"):
@@ -124,10 +111,3 @@ def test_after_a_refusal_in_the_queues_thread_torch_npu_makes_no_call_of_this_pr
     attend(rows)
     torch.npu.synchronize()
     assert len(oracle.calls) == (0 if task_queue.mode() == 2 else 1)
-
-
-@pytest.mark.parametrize("setting", ["", "3", "on"])
-def test_another_mode_is_refused(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TASK_QUEUE_ENABLE", setting)
-    with pytest.raises(ValueError, match=rf"TASK_QUEUE_ENABLE={setting}; valid: 0, 1, 2"):
-        task_queue.mode()

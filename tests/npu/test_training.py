@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.limits import HANG
-from tests.npu.commands import run_commands
+from tests.npu.commands import command
 from tests.ports import free_port
+from tests.programs import run_programs
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 QUICKSTART = ROOT / "configs" / "quickstart.yaml"
@@ -41,47 +39,24 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def train(ranks: int, folder: Path, *settings: str, forked: bool = False) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl of a run whose ranks are started as torchrun starts them, or forked (commands.py)."""
+def train(ranks: int, folder: Path, *settings: str) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl of a run whose ranks have the variables that torchrun gives."""
     place = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-    place |= {"MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    place |= {"MASTER_PORT": free_port(), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     place |= {"HOST_CANN_JITTER_US": "200", "HOST_CANN_SEED": "3"}
-    places = [{**place, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
     words = ["train", str(QUICKSTART), *SHORT]
     words += ["--set", f"output.folder={folder}", "--set", f"context_parallel_suite.context_parallel_size={ranks}"]
     for setting in settings:
         words += ["--set", setting]
-    ended = run_commands(words, places) if forked else _start_python(words, places)
-    assert [code for code, _ in ended] == [0] * ranks, "\n".join(text[-3000:] for _, text in ended)
+    ended = run_programs(command, words, [{**place, "RANK": str(n), "LOCAL_RANK": str(n)} for n in range(ranks)])
+    assert [done.returncode for done in ended] == [0] * ranks, "\n".join(done.stderr[-3000:] for done in ended)
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def _start_python(words: list[str], places: list[dict[str, str]]) -> list[tuple[int | None, str]]:
-    """As run_commands, with a new Python for each rank."""
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.npu.command", *words],
-            cwd=ROOT,
-            env={**os.environ, **place},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for place in places
-    ]
-    try:
-        errors = [process.communicate(timeout=HANG)[1] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
-    return [(process.returncode, text) for process, text in zip(running, errors, strict=True)]
 
 
 @pytest.fixture(scope="module")
 def on_the_cpu(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """The run of one rank on the CPU."""
-    return train(1, tmp_path_factory.mktemp("cpu"), f"data.corpus={corpus}", "train.device=cpu", forked=True)
+    return train(1, tmp_path_factory.mktemp("cpu"), f"data.corpus={corpus}", "train.device=cpu")
 
 
 def assert_same(actual: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
@@ -111,28 +86,19 @@ def test_losses_are_those_of_the_cpu(
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    "runs",
-    [((2, "npu"), (4, "cpu")), ((1, "cpu"), (3, "npu"), (4, "cpu"))],
-    ids=lambda runs: ", ".join(f"{device} to {last}" for last, device in runs),
-)
-def test_a_run_goes_on_on_another_device(
-    runs: tuple[tuple[int, str], ...], corpus: Path, tmp_path: Path, on_the_cpu: list[dict[str, Any]]
-) -> None:
+def test_a_run_goes_on_on_another_device(corpus: Path, tmp_path: Path, on_the_cpu: list[dict[str, Any]]) -> None:
     lines: list[dict[str, Any]] = []
-    for last, device in runs:
-        settings = (f"train.device={device}", f"train.train_iters={last}")
-        lines = train(1, tmp_path, f"data.corpus={corpus}", *settings)
+    for last, device in ((1, "cpu"), (3, "npu"), (4, "cpu")):
+        lines = train(1, tmp_path, f"data.corpus={corpus}", f"train.device={device}", f"train.train_iters={last}")
     assert_same(lines, on_the_cpu)
 
 
 @pytest.mark.thorough  # tests/npu/test_table.py has hierarchical plans, tests/train/test_splits.py such a training
-@pytest.mark.parametrize("remap", ["qkv", "hidden"])
 def test_hierarchical_on_two_supposed_nodes_with_replicas_balanced_by_time(
-    remap: str, corpus: Path, tmp_path: Path, on_the_cpu: list[dict[str, Any]]
+    corpus: Path, tmp_path: Path, on_the_cpu: list[dict[str, Any]]
 ) -> None:
     """Documents are assigned to two replicas of two ranks each, and every batch is the one of one rank."""
-    suite = ("algorithm=hierarchical", "context_parallel_size=2", "nodes=2", f"remap={remap}")
+    suite = ("algorithm=hierarchical", "context_parallel_size=2", "nodes=2", "remap=hidden")
     settings = (f"data.corpus={corpus}", "train.device=npu", "data.balance=time")
     actual = train(4, tmp_path, *settings, *(f"context_parallel_suite.{each}" for each in suite))
     assert_same(actual, on_the_cpu)

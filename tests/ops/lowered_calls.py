@@ -13,8 +13,7 @@ from torch import Tensor
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, build_plan
 from mindspeed_cp.algorithms import ALGORITHMS, algorithm_options
-from mindspeed_cp.comm.group_transport import split_launches
-from mindspeed_cp.comm.transport import Transfer
+from mindspeed_cp.comm.group_transport import Transfer, split_launches
 from mindspeed_cp.engine.rank_schedule import _p2p_ops
 from mindspeed_cp.ops.attention import BackwardState, ForwardState, GradientAccumulator, Heads, OutputAccumulator
 from mindspeed_cp.ops.attention.npu.backend import NpuAttention
@@ -22,7 +21,6 @@ from mindspeed_cp.ops.attention.npu.fused_operator import DropoutState, FusedArg
 from mindspeed_cp.plan import Plan, Program
 from tests.host_cann import oracle
 from tests.host_cann.cann_calls import AttentionCall, BatchCall, Item, Shaped, UpdateCall
-from tests.host_cann.oracle_ring import call_of as update_call_of
 from tests.ops.npu_oracle import sizes
 from tests.plan.problems import LEFT_AT_DEFAULT
 
@@ -67,7 +65,7 @@ class DescribingOperator:
         return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
     def update(self, before: tuple[Tensor, Tensor, Tensor], part: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
-        self.calls.append(update_call_of(before, part, None, "SBH", ""))
+        self.calls.append(oracle.update_call_of(before, part))
         return before
 
     def _drop_mask(self, q: Tensor, k: Tensor, arguments: FusedArguments) -> Shaped | None:

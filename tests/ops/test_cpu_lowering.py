@@ -12,21 +12,17 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mindspeed_cp import AttentionConfig, Documents, Topology
-from mindspeed_cp.algorithms import build_plan
+from mindspeed_cp import AttentionConfig, Documents
 from mindspeed_cp.layout import TOKEN_SPAN
 from mindspeed_cp.ops.attention.cpu import lowering
 from mindspeed_cp.ops.attention.cpu.lowering import (
     DROPOUT_BLOCK,
-    FirstWrite,
     KernelCall,
     MaskKind,
     TileRegion,
     Upcasts,
-    _calls_of_blocks,
     _mask_kind,
     lower_to_kernel_calls,
-    true_runs,
 )
 from mindspeed_cp.plan import CAUSAL, FULL, TILE, UNLIMITED
 from mindspeed_cp.plan.tiles import tiles_between
@@ -208,90 +204,17 @@ def test_no_tiles_are_no_calls() -> None:
     assert lower_to_kernel_calls(np.empty(0, TILE), PLAIN, NATIVE_BF16["forward"]) == {}
 
 
-def one_by_one(tiles: np.ndarray, rows: int, attention: AttentionConfig, rule: Upcasts) -> dict[Any, list[KernelCall]]:
-    """What `lower_to_kernel_calls` returns, with a flag for every row."""
-    out: dict[Any, list[KernelCall]] = {}
-    written, writers = np.zeros(rows, bool), np.zeros(rows, int)
-    for t in tiles:
-        writers[t["q_row"] : t["q_row"] + t["q_rows"]] += 1
-    for t in tiles:
-        step, slot, q, q_rows, k, k_rows, mask, document, _, q_pos, k_pos = t.tolist()
-        calls, before = out.setdefault((step, slot), []), written[q : q + q_rows]
-        shared = bool(writers[q : q + q_rows].max() > 1)
-        if attention.dropout or attention.alibi or not (mask == FULL or (mask == CAUSAL and q_rows == k_rows)):
-            calls += _calls_of_blocks(t, before, shared, attention, rule)
-            assert before.all()  # what FirstWrite takes for granted
-            continue
-        kind, q_pos = (MaskKind.CAUSAL, k_pos) if mask == CAUSAL else (MaskKind.PLAIN, q_pos)
-        unwritten = true_runs(~before, q) if before.any() and not before.all() else ()
-        ends = slice(q, q + q_rows), slice(k, k + k_rows)
-        upcast = rule(q_rows, k_rows, shared)
-        calls.append(KernelCall(*ends, kind, not before.any(), unwritten, upcast, document, q_pos, k_pos))
-        before[:] = True
-    return out
-
-
-MANY = st.lists(st.one_of(st.integers(0, 12), st.integers(0, 900)), min_size=1, max_size=8)
-KINDS: list[dict[str, Any]] = [
-    {}, {"mask": "full"}, {"window": (40, 0)}, {"mask": "full", "window": (9, 30)}, {"alibi": True}, {"dropout": 0.2}
-]  # fmt: skip
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    MANY, st.sampled_from(KINDS), st.sampled_from(["ring", "double_ring", "hybrid", "all_gather", "direct"]),
-    st.sampled_from(["zigzag", "contiguous", "balanced"]), st.sampled_from([(1, 1), (1, 4), (2, 3)]),
-    st.sampled_from(["forward", "backward"]),
-)  # fmt: skip
-def test_tiles_of_plans_lowered_at_once_are_those_lowered_one_by_one(
-    lengths: list[int], kind: dict[str, Any], algorithm: str, layout: str, topology: tuple[int, int], direction: str
-) -> None:
-    attention = AttentionConfig(12, **kind)
-    plan = build_plan(Documents(lengths), Topology(*topology), attention, algorithm, layout=layout)
-    for rank in range(plan.ranks):
-        tiles, rows = getattr(plan, direction).tiles(rank), int(plan.q_layout_compute.token_counts[rank])
-        got = lower_to_kernel_calls(tiles, attention, NATIVE_BF16[direction])
-        want = one_by_one(tiles, rows, attention, NATIVE_BF16[direction])
-        assert got == want and list(got) == list(want)
-
-
-@st.composite
-def any_tiles(draw: Any) -> np.ndarray:
-    """Tiles that overlap in any way, in steps and slots of any order."""
-    number, tiles = st.integers(1, 300), []
-    for _ in range(draw(st.integers(0, 12))):
-        rows, more = draw(number), draw(st.sampled_from([0, 0, 5, 300]))
-        place = draw(st.integers(0, 1)), draw(st.integers(0, 1)), draw(st.integers(0, 300))
-        mask = draw(st.sampled_from([FULL, CAUSAL]))
-        ends = draw(st.tuples(number, st.just(0), number, number))
-        tiles.append((*place, rows, draw(st.integers(0, 40)), rows + more, mask, *ends))
-    return np.array(tiles, TILE)
-
-
-@settings(max_examples=150, deadline=None)
-@given(any_tiles(), st.sampled_from([{}, {"dropout": 0.2}]), st.sampled_from(["forward", "backward"]))
-def test_tiles_that_overlap_lowered_at_once_are_those_lowered_one_by_one(
-    tiles: np.ndarray, kind: dict[str, Any], direction: str
-) -> None:
-    attention = AttentionConfig(12, **kind)
-    got = lower_to_kernel_calls(tiles, attention, NATIVE_BF16[direction])
-    want = one_by_one(tiles, 600, attention, NATIVE_BF16[direction])
-    assert got == want and list(got) == list(want)
-
-
 @pytest.mark.parametrize(
-    ("tiles", "all_unwritten", "partly_written", "unwritten"),
+    ("tiles", "stores", "unwritten"),
     [
-        ([(0, 5), (2, 5)], [True, False], [1], (slice(5, 7),)),
-        ([(2, 2), (6, 1), (0, 9)], [True, True, False], [2], (slice(0, 2), slice(4, 6), slice(7, 9))),
-        ([(4, 3), (4, 3)], [True, False], [], ()),
+        ([(0, 5), (2, 5)], [True, False], (slice(5, 7),)),
+        ([(2, 2), (6, 1), (0, 9)], [True, True, False], (slice(0, 2), slice(4, 6), slice(7, 9))),
+        ([(4, 3), (4, 3)], [True, False], ()),
     ],
 )
-def test_first_write_names_the_rows_that_no_earlier_tile_wrote(
-    tiles: list[tuple[int, int]], all_unwritten: list[bool], partly_written: list[int], unwritten: tuple[slice, ...]
+def test_the_last_call_names_the_rows_that_no_earlier_one_wrote(
+    tiles: list[tuple[int, int]], stores: list[bool], unwritten: tuple[slice, ...]
 ) -> None:
-    first_write = FirstWrite.of(*np.array(tiles).T)
-    assert first_write.all_unwritten.tolist() == all_unwritten and first_write.partly_written.tolist() == partly_written
-    last = len(tiles) - 1
-    assert first_write.unwritten_rows(last) == unwritten
-    assert true_runs(~first_write.written_before(last), tiles[last][0]) == unwritten
+    table = np.concatenate([tile(row, rows, 0, 2, FULL) for row, rows in tiles])
+    (calls,) = lower_to_kernel_calls(table, PLAIN, NATIVE_BF16["forward"]).values()
+    assert [call.stores for call in calls] == stores and calls[-1].unwritten == unwritten

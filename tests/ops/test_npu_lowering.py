@@ -53,9 +53,6 @@ def sequences(call: FusedCall):
     padding = np.zeros(call.rows, bool)
     if call.padding is not None:
         padding[numbers(call.padding)] = True
-    if call.layout == "BSND" and call.batch == call.rows == call.keys:  # a batch of single rows
-        assert call.visible_ranges is None
-        return [(i, i, np.ones((1, 1), bool)) for i in range(call.rows)]
     if call.layout == "BSND":
         column = np.arange(call.keys)
         seen = np.ones((call.rows, call.keys), bool)
@@ -165,7 +162,7 @@ def check(program: Program, rank: int, lowering, limits: CallLimits) -> None:
             check_rules(call, limits)
             q, k, distance = expanded(call)
             np.add.at(count, (q, k), 1)
-            if attention.slopes is not None and attention.visible_range != (0, 0):
+            if attention.slopes is not None and call.layout == "TND":
                 assert call.start_idx is not None and (distance == np.abs(away[q, k])).all()
                 assert limits.share_calls or call.bias_shift is None
             else:
@@ -199,12 +196,12 @@ def test_calls_of_any_plan_hold_every_visible_pair_once_and_break_no_rule(data):
     tiles, rows = program.tiles(rank), int(plan.q_layout_compute.token_counts[rank])
     cut = np.where(tiles["mask"] == BAND, tiles["k_rows"], 0)
     too_tall = len(tiles) and max(tiles["q_rows"].max(), cut.max()) > limits.max_rows
-    if too_tall and problem.attention.visible_range != (0, 0):
+    if too_tall:
         with pytest.raises(ConfigError, match="use more context-parallel ranks"):
             lower_to_fused_calls(tiles, rows, problem.attention, limits)
     else:
         check(program, rank, lower_to_fused_calls(tiles, rows, problem.attention, limits), limits)
-    if problem.attention.slopes is None:
+    if problem.attention.slopes is None or problem.attention.visible_range == (0, 0):
         check(program, rank, lower_to_masks(tiles, rows, problem.attention), DEFAULT)
 
 
@@ -298,29 +295,6 @@ def test_calls_beyond_the_limits_of_the_operator_are_split():
         assert all(max(call.rows, call.keys) <= MAX_CALL_ROWS for call in calls)
     with pytest.raises(ConfigError, match="valid for the npu backend: 1000000 of each at most; use more"):
         lower_to_fused_calls(block(1_500_000, 1_500_000, CAUSAL), 1_500_000, attention, DEFAULT)
-
-
-@pytest.mark.parametrize("alibi", [False, True])
-def test_a_window_of_one_key_is_one_call_of_single_rows(alibi):
-    """However many documents there are, and cut by rows alone."""
-    attention = AttentionConfig(8, 8, 64, window=(0, 0), alibi=alibi)
-    plan = build_plan(Documents([4] * 3750), Topology(1, 2), attention, "ring")
-    for direction in ("forward", "backward"):
-        (calls,) = lowered(plan, 1, direction=direction).values()
-        (call,) = calls
-        assert (call.layout, call.batch, call.rows, call.q, call.k) == (
-            "BSND",
-            7500,
-            7500,
-            slice(0, 7500),
-            slice(0, 7500),
-        )
-        assert call.start_idx is None and call.bias_shift is None and not call.uses_compressed_mask
-        (calls,) = lowered(plan, 1, CallLimits(max_rows=3000), direction).values()
-        assert [call.batch for call in calls] == [3000, 3000, 1500]
-        assert [call.q for call in calls] == [slice(0, 3000), slice(3000, 6000), slice(6000, 7500)]
-    (calls,) = lowered(plan, 1, CallLimits(single_keys_in_batch=False)).values()
-    assert {call.layout for call in calls} == {"TND"}
 
 
 def test_masks_of_more_rows_than_a_call_takes_are_refused():

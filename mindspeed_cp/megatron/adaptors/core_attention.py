@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mindspeed_cp import AttentionConfig, ConfigError, Plan, context_parallel_attention
 from mindspeed_cp.config import SuiteSettings
-from mindspeed_cp.engine.call_agreement import CallAgreement
+from mindspeed_cp.engine.agreement import CallAgreement
 from mindspeed_cp.megatron.adaptors.attentions import attention_config, with_model_sizes
 from mindspeed_cp.megatron.adaptors.packed import PackedPlanner
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams

@@ -14,8 +14,8 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor, nn
 
 from mindspeed_cp import AttentionConfig, ConfigError, Plan
+from mindspeed_cp.engine.agreement import CallAgreement
 from mindspeed_cp.engine.attention_check import AttentionCheck
-from mindspeed_cp.engine.call_agreement import CallAgreement
 from mindspeed_cp.layout import Layout, padding_rows
 from mindspeed_cp.megatron.adaptors.attentions import computes_the_same
 

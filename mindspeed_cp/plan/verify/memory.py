@@ -27,8 +27,8 @@ def peak_bytes(plan: Plan, direction: str, bytes_per_element: int = 2) -> np.nda
     * redistributed: results of redistributions between the layouts of the caller and of the computation: q, k, v and
       out in the forward; dout, dq, dk and dv in the backward, which also counts q, k and v saved from the forward;
     * staging: rows sent from several places are gathered; K and V that land in several places, and all reduces, are
-      received separately; in exchanges, and in messages of several tensors, all rows are packed at both ends; in
-      redistributions, heads are cut out and put in. The largest sum over all messages in flight.
+      received separately; in messages of several tensors, all rows are packed at both ends; in redistributions, heads
+      are cut out and put in. The largest sum over all messages in flight.
 
     Not counted is memory that one rank alone would need as well: results, copies, and what kernels make; its formula is
     in docs/algorithms.md, "Memory".

@@ -17,8 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
-from itertools import compress, pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -79,15 +78,15 @@ class Upcasts:
         always = not computes_in(dtype) or (backward and attention.window is not None)
         return Upcasts(backward, dtype != torch.float32, always)
 
-    def __call__(self, queries: Any, keys: Any, merged: Any) -> Any:
-        """Return True for calls in fp32.
+    def __call__(self, queries: int, keys: int, merged: bool) -> bool:
+        """Return True for a call in fp32.
 
         Args:
-            queries, keys: size of the call, or of many, int64 [calls].
+            queries, keys: size of the call.
             merged: True if another call writes some of its rows. Its output is then not rounded before it is merged.
         """
-        small = (queries * keys <= UPCAST_PAIRS) | ((queries <= UPCAST_QUERIES) & (keys <= UPCAST_KEYS))
-        return ((small if self.backward else merged) | self.always) & self.half
+        small = queries * keys <= UPCAST_PAIRS or (queries <= UPCAST_QUERIES and keys <= UPCAST_KEYS)
+        return self.half and (self.always or (small if self.backward else merged))
 
 
 class MaskKind(Enum):
@@ -145,97 +144,39 @@ def lower_to_kernel_calls(tiles: np.ndarray, attention: AttentionConfig, upcasts
         attention: configuration of the layer.
         upcasts: which calls are in fp32.
     """
-    first_write = FirstWrite.of(tiles["q_row"], tiles["q_rows"])
-    uncut = _uncut(tiles, attention)
-    calls = _calls_of_uncut(tiles, uncut, first_write, upcasts)
-    before = np.concatenate([[0], np.cumsum(uncut)]).tolist()  # calls of uncut tiles before each tile
-    changes = (tiles["step"][1:] != tiles["step"][:-1]) | (tiles["slot"][1:] != tiles["slot"][:-1])
-    cut = ~(uncut[1:] & uncut[:-1])
-    borders = [0, *(np.flatnonzero(changes | cut) + 1).tolist(), len(tiles)] if len(tiles) else []
+    end = tiles["q_row"] + tiles["q_rows"]
+    writers, written = np.zeros(int(end.max(initial=0)) + 1, np.int64), np.zeros(int(end.max(initial=0)), bool)
+    np.add.at(writers, tiles["q_row"], 1)
+    np.subtract.at(writers, end, 1)
+    rows_shared = np.cumsum(np.append(0, np.cumsum(writers) > 1))  # rows of several tiles, before each row
     out: KernelCalls = {}
-    for a, b in pairwise(borders):
-        step_calls = out.setdefault((int(tiles["step"][a]), int(tiles["slot"][a])), [])
-        step_calls += (
-            calls[before[a] : before[b]]
-            if uncut[a]
-            else _calls_of_blocks(
-                tiles[a], first_write.written_before(a), bool(first_write.shared[a]), attention, upcasts
+    for tile, shared in zip(tiles.tolist(), (rows_shared[end] > rows_shared[tiles["q_row"]]).tolist(), strict=True):
+        step, slot, q_row, q_rows, k_row, k_rows, mask, document, _, q_pos, k_pos = tile
+        if mask == CAUSAL:  # a tile may join several runs of positions; row and key numbers are equivalent
+            q_pos = k_pos + k_rows - q_rows
+        region = TileRegion.of(mask, q_rows, k_rows, q_pos - k_pos, attention)
+        blocks = _blocks(region, mask, attention)
+        several = len(blocks) > 1 and (mask == CAUSAL or attention.dropout > 0)  # strips share no rows
+        calls = out.setdefault((step, slot), [])
+        for block in blocks:
+            a, b, c, d = block
+            block_written = written[q_row + a : q_row + b]
+            count = np.count_nonzero(block_written)
+            calls.append(
+                KernelCall(
+                    q=slice(q_row + a, q_row + b),
+                    k=slice(k_row + c, k_row + d),
+                    kind=_mask_kind(region, block, attention),
+                    stores=not count,
+                    unwritten=true_runs(~block_written, q_row + a) if 0 < count < b - a else (),
+                    upcast=upcasts(b - a, d - c, shared or several),
+                    document=document,
+                    q_pos=q_pos + a,
+                    k_pos=k_pos + c,
+                )
             )
-        )
+            block_written[:] = True
     return out
-
-
-def _uncut(tiles: np.ndarray, attention: AttentionConfig) -> np.ndarray:
-    """Return bool [tiles]: True for tiles that are one call as they are. That needs no positions (no ALiBi, no
-    dropout) and no window that cuts the tile."""
-    if attention.dropout > 0 or attention.slopes is not None:
-        return np.zeros(len(tiles), bool)
-    mask = tiles["mask"]
-    return (mask == FULL) | ((mask == CAUSAL) & (tiles["q_rows"] == tiles["k_rows"]))
-
-
-def _calls_of_uncut(
-    tiles: np.ndarray, uncut: np.ndarray, first_write: FirstWrite, upcasts: Upcasts
-) -> list[KernelCall]:
-    """Return the calls of uncut tiles, vectorised: one of many ranks may have tens of thousands."""
-    uncut_tiles = tiles[uncut]
-    q, q_rows, k, k_rows = (uncut_tiles[name].astype(np.int64) for name in ("q_row", "q_rows", "k_row", "k_rows"))
-    causal = uncut_tiles["mask"] == CAUSAL
-    unwritten: list[tuple[slice, ...]] = [()] * len(tiles)
-    for tile in first_write.partly_written[uncut[first_write.partly_written]].tolist():
-        unwritten[tile] = first_write.unwritten_rows(tile)
-    return list(
-        map(
-            KernelCall,
-            map(slice, q.tolist(), (q + q_rows).tolist()),
-            map(slice, k.tolist(), (k + k_rows).tolist()),
-            (MaskKind.CAUSAL if square else MaskKind.PLAIN for square in causal.tolist()),
-            first_write.all_unwritten[uncut].tolist(),
-            compress(unwritten, uncut),
-            upcasts(q_rows, k_rows, first_write.shared[uncut]).tolist(),
-            uncut_tiles["doc"].tolist(),
-            np.where(causal, uncut_tiles["k_pos"], uncut_tiles["q_pos"]).tolist(),
-            uncut_tiles["k_pos"].tolist(),
-        )
-    )
-
-
-def _calls_of_blocks(
-    tile: np.void, written: np.ndarray, shared: bool, attention: AttentionConfig, upcasts: Upcasts
-) -> list[KernelCall]:
-    """Return the calls of a tile that is cut, or needs a mask argument.
-
-    Args:
-        tile: one record.
-        written: bool [rows of the tile], True where earlier tiles have written; updated.
-        shared: True if another tile writes some of the rows.
-        attention, upcasts: see :func:`lower_to_kernel_calls`.
-    """
-    _, _, q_row, q_rows, k_row, k_rows, mask, document, _, q_pos, k_pos = tile.tolist()
-    if mask == CAUSAL:  # a tile may join several runs of positions; row and key numbers are equivalent
-        q_pos = k_pos + k_rows - q_rows
-    region = TileRegion.of(mask, q_rows, k_rows, q_pos - k_pos, attention)
-    blocks = _blocks(region, mask, attention)
-    several = len(blocks) > 1 and (mask == CAUSAL or attention.dropout > 0)  # strips share no rows
-    calls = []
-    for a, b, c, d in blocks:
-        block_written = written[a:b]
-        merges = bool(block_written.any())
-        calls.append(
-            KernelCall(
-                q=slice(q_row + a, q_row + b),
-                k=slice(k_row + c, k_row + d),
-                kind=_mask_kind(region, (a, b, c, d), attention),
-                stores=not merges,
-                unwritten=true_runs(~block_written, q_row + a) if merges and not block_written.all() else (),
-                upcast=upcasts(b - a, d - c, shared or several),
-                document=document,
-                q_pos=q_pos + a,
-                k_pos=k_pos + c,
-            )
-        )
-        block_written[:] = True
-    return calls
 
 
 #: Part of a tile: first and last-plus-one row, first and last-plus-one key, counted within the tile.
@@ -247,7 +188,7 @@ def _blocks(region: TileRegion, mask: int, attention: AttentionConfig) -> list[B
     rows, keys = region.rows, region.keys
     if attention.dropout > 0:
         return list(region.strips(DROPOUT_BLOCK, DROPOUT_BLOCK))
-    if mask == CAUSAL and attention.slopes is None and rows > ONE_CALL:
+    if mask == CAUSAL and attention.slopes is None and keys > rows > ONE_CALL:
         return [(0, rows, 0, keys - rows), (0, rows, keys - rows, keys)]
     if mask != BAND and (mask == FULL or attention.slopes is None):
         return [(0, rows, 0, keys)]
@@ -331,73 +272,6 @@ def _mask_kind(region: TileRegion, block: Block, attention: AttentionConfig) -> 
         return MaskKind.PLAIN
     is_square = b - a == d - c and a + region.high == c
     return MaskKind.CAUSAL if is_square and not attention.dropout else MaskKind.DISTANCE
-
-
-@dataclass(frozen=True)
-class FirstWrite:
-    """First tile on every row, for tiles that write all their rows.
-
-    Many tiles share few borders, so that rows are grouped into segments between two borders:
-
-        tile 0    # # # # # . . .
-        tile 1    . . # # # # # .
-        segment   0 0 1 1 1 2 2      first tile on it: 0, 0 and 1
-
-    Attributes:
-        edges: rows at which tiles begin or end, ascending; segment i is the rows edges[i] .. edges[i + 1] - 1.
-        first: number of the first tile on each segment; the number of tiles if there is none.
-        start, stop: first and last-plus-one segment of each tile.
-        unwritten: for each tile, number of its segments that no earlier tile has written.
-        shared: bool [tiles], True where another tile, earlier or later, writes a row of the tile.
-    """
-
-    edges: np.ndarray
-    first: np.ndarray
-    start: np.ndarray
-    stop: np.ndarray
-    unwritten: np.ndarray
-    shared: np.ndarray
-
-    @staticmethod
-    def of(q_row: np.ndarray, q_rows: np.ndarray) -> FirstWrite:
-        """Find the first tiles.
-
-        Args:
-            q_row: first row of each tile, in execution order.
-            q_rows: rows of each tile.
-        """
-        edges, edge_index = np.unique(np.stack([q_row, q_row + q_rows]), return_inverse=True)
-        start, stop = edge_index.reshape(2, -1)
-        count = stop - start
-        tile = np.repeat(np.arange(len(count)), count)
-        segment = np.arange(len(tile)) + np.repeat(start - (np.cumsum(count) - count), count)
-        first = np.full(len(edges), len(count))
-        np.minimum.at(first, segment, tile)
-        unwritten = np.bincount(tile[first[segment] == tile], minlength=len(count))
-        several = np.bincount(segment, minlength=len(edges)) > 1
-        shared_before = np.concatenate([[0], np.cumsum(several)])
-        return FirstWrite(edges, first, start, stop, unwritten, shared_before[stop] > shared_before[start])
-
-    @property
-    def all_unwritten(self) -> np.ndarray:
-        """bool [tiles]: True where no earlier tile has written any row of the tile."""
-        return self.unwritten == self.stop - self.start
-
-    @property
-    def partly_written(self) -> np.ndarray:
-        """Numbers of the tiles of which earlier tiles have written some rows, but not all."""
-        return np.flatnonzero((self.unwritten > 0) & ~self.all_unwritten)
-
-    def unwritten_rows(self, tile: int) -> tuple[slice, ...]:
-        """Return the runs of rows of a tile that no earlier tile has written."""
-        a, b = self.start[tile], self.stop[tile]
-        edges = self.edges[a : b + 1].tolist()
-        return tuple(slice(edges[run.start], edges[run.stop]) for run in true_runs(self.first[a:b] == tile, 0))
-
-    def written_before(self, tile: int) -> np.ndarray:
-        """Return bool [rows of the tile]: True where an earlier tile has written the row."""
-        a, b = self.start[tile], self.stop[tile]
-        return np.repeat(self.first[a:b] < tile, np.diff(self.edges[a : b + 1]))
 
 
 def true_runs(selected: np.ndarray, start: int) -> tuple[slice, ...]:

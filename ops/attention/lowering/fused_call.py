@@ -49,7 +49,6 @@ class CallLimits:
         max_sequences, max_rows: maximum sequences, and rows of queries or keys, of a call.
         pad_up_to, min_square: see PAD_UP_TO and MIN_SQUARE.
         key_gaps: keys between those of a call may be sequences without queries; otherwise the keys are copied.
-        single_keys_in_batch: a window of (0, 0) is a batch of single rows; otherwise a band of TND.
         min_copies: see MIN_COPIES.
     """
 
@@ -60,7 +59,6 @@ class CallLimits:
     pad_up_to: int = PAD_UP_TO
     min_square: int = MIN_SQUARE
     key_gaps: bool = True
-    single_keys_in_batch: bool = True
     min_copies: int = MIN_COPIES
 
 
@@ -117,7 +115,7 @@ class FusedCall:
     """One call of the operator.
 
     Attributes:
-        layout: "TND", or "BSND" with a batch entry for each sequence, which are equally long.
+        layout: "TND", or "BSND" with a batch of one sequence.
         q, k: rows of the rank's queries, and of the slot, that the call gets.
         actual_seq_qlen, actual_seq_kvlen: ends of the sequences, without a leading 0.
         sparse_mode, pre_tokens, next_tokens: arguments of Ascend's operator.
@@ -157,11 +155,6 @@ class FusedCall:
     def rows(self) -> int:
         """Number of queries, including padding."""
         return self.actual_seq_qlen[-1]
-
-    @property
-    def batch(self) -> int:
-        """Number of sequences: in BSND the batch size."""
-        return len(self.actual_seq_qlen)
 
     @property
     def keys(self) -> int:

@@ -23,7 +23,6 @@ from mindspeed_cp.ops.attention.lowering.fused_call import (
     ramps,
     scatter_rows,
 )
-from mindspeed_cp.ops.attention.lowering.single_keys import lower_single_keys
 from mindspeed_cp.plan import CAUSAL, FULL, TILE, UNLIMITED, AttentionConfig
 
 FusedCalls = dict[tuple[int, int], list[FusedCall]]
@@ -46,31 +45,6 @@ def lower_to_fused_calls(tiles: np.ndarray, rows: int, attention: AttentionConfi
     """
     if not len(tiles):
         return {}
-    if not limits.single_keys_in_batch or attention.visible_range != (0, 0):
-        return _lower_blocks(tiles, rows, attention, limits)
-    sees_more = _sees_more_than_itself(tiles, rows)
-    calls = lower_single_keys(tiles[~sees_more], rows, attention, limits)
-    if sees_more.any():
-        for place, of_place in _lower_blocks(tiles[sees_more], rows, attention, limits).items():
-            calls.setdefault(place, []).extend(of_place)
-    return calls
-
-
-def _sees_more_than_itself(tiles: np.ndarray, rows: int) -> np.ndarray:
-    """Return True for tiles of queries that see other keys than their own position in spite of a window of (0, 0), as
-    tokens that see each other both ways do; all tiles of such a query, bool [tiles]."""
-    is_own = (tiles["mask"] != FULL) | ((tiles["q_rows"] * tiles["k_rows"] == 1) & (tiles["q_pos"] == tiles["k_pos"]))
-    if is_own.all():
-        return ~is_own
-    deltas = np.zeros(rows + 1, np.int64)
-    np.add.at(deltas, tiles["q_row"][~is_own], 1)
-    np.subtract.at(deltas, (tiles["q_row"] + tiles["q_rows"])[~is_own], 1)
-    seen: np.ndarray = np.cumsum(deltas)[tiles["q_row"]] > 0
-    return seen | ~is_own
-
-
-def _lower_blocks(tiles: np.ndarray, rows: int, attention: AttentionConfig, limits: CallLimits) -> FusedCalls:
-    """Return the calls for every (step, slot) of tiles of which every one has several keys."""
     tiles = _split_tall_tiles(tiles, limits.max_rows)
     new = (tiles["step"][1:] != tiles["step"][:-1]) | (tiles["slot"][1:] != tiles["slot"][:-1])
     step_slot = np.concatenate([[0], np.cumsum(new)])

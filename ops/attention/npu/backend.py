@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_cp.ascend_kernels.launch import has_triton
-from mindspeed_cp.ascend_kernels.merge import merge_parts_
+from mindspeed_cp.ascend_kernels.merge import merge_parts
 from mindspeed_cp.device.npu_limits import check_npu_limits
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention.contract import Heads, check_choice, check_dtype
@@ -58,7 +58,7 @@ class NpuAttention(FusedBackend):
             square, with its true starts.
         merge: "fp32": :func:`mindspeed_cp.ops.merge.merge_`; "ring_update": npu_ring_attention_update, which rounds to
             its input's type at every hop and therefore gets fp32 inputs; "triton":
-            :func:`mindspeed_cp.ascend_kernels.merge_parts_`, one launch, by triton-ascend.
+            :func:`mindspeed_cp.ascend_kernels.merge_parts`, one launch, by triton-ascend.
         statistics: what the gradient gets of the softmax: "max_sum": the largest score of a row over all keys and the
             sum of the exponentials, as of one forward, but lse and 1 in rows whose sink is larger than all scores by
             more than MAX_LSE_EXCESS, where the sum would overflow; "lse": lse and 1 in all rows, the same weights with
@@ -125,7 +125,8 @@ class NpuAttention(FusedBackend):
 
     def lower_forward(self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype) -> FusedCalls:
         """See the contract."""
-        if self.lowering == "masks":
+        # The gradient refuses bands of one key in packed sequences, so a window of (0, 0), whose ALiBi is 0, has masks.
+        if self.lowering == "masks" or attention.visible_range == (0, 0):
             return lower_to_masks(tiles, rows, attention)
         limits = CallLimits(self.alibi == "shared", MAX_BIAS_EXCESS[dtype], key_gaps=self.key_gaps == "skipped")
         return lower_to_fused_calls(tiles, rows, attention, limits)
@@ -194,7 +195,7 @@ class NpuAttention(FusedBackend):
         softmax_max = order.from_rows(shifted)
         softmax_sum = ones(softmax_max.shape, device) if largest is None else order.from_rows((lse - row_max).exp())
         if call.layout == "BSND":
-            shape = call.batch, arguments.heads, call.rows // call.batch, -1
+            shape = 1, arguments.heads, call.rows, -1
             softmax_max, softmax_sum = softmax_max.view(shape), softmax_sum.view(shape)
         inverse = None
         if self.precision == "fp16":
@@ -208,7 +209,7 @@ class NpuAttention(FusedBackend):
     def _operator_rows(self, x: Tensor, call: FusedCall) -> Tensor:
         """Return rows in the type that the operator gets and the layout of the call, contiguous."""
         x = x.to(_PRECISIONS.get(self.precision, x.dtype)).contiguous()
-        return x if call.layout == "TND" else x.unflatten(0, (call.batch, -1))
+        return x if call.layout == "TND" else x[None]
 
     def _merge_duplicates(self, into: tuple[Tensor, ...], more: tuple[Tensor, ...]) -> None:
         (out, lse), (part_out, part_lse) = into, more
@@ -218,7 +219,7 @@ class NpuAttention(FusedBackend):
         if self.merge == "ring_update":
             return self._ring_update(out, lse, part_out, part_lse)
         if self.merge == "triton":
-            merge_parts_(out, lse, part_out.contiguous()[None], part_lse.contiguous()[None])
+            merge_parts((out, lse), [part_out.contiguous()], [part_lse.contiguous()], [None], [0], (out, lse))
         else:
             merge_(out, lse, part_out, part_lse)
         return out, lse
