@@ -9,7 +9,8 @@ import numpy as np
 
 from mindspeed_cp.cluster.cluster import Cluster
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.plan.problem import AttentionConfig
+from mindspeed_cp.layout import Documents
+from mindspeed_cp.plan.problem import AttentionConfig, document_pairs
 from mindspeed_cp.schema.messages import short_repr
 from mindspeed_cp.schema.numbers import check_count, check_type
 
@@ -189,3 +190,16 @@ class ComputeCost:
         fp64 of the same shape."""
         seconds_per_token = self.layer.flops(part) / (self.cluster.peak_flops * self.cluster.linear_efficiency)
         return np.asarray(tokens, np.float64) * seconds_per_token * (LINEAR_BACKWARD if backward else 1.0)
+
+
+def balanced_lower_bound(
+    documents: Documents, ranks: int, cost: ComputeCost, kv_documents: Documents | None = None
+) -> float:
+    """Return the bound in seconds of all plans of a batch: perfect balance, tiles as long as their documents, no
+    exposed communication; kv_documents: in cross-attention, lengths of the keys of each document."""
+    keys = documents if kv_documents is None else kv_documents
+    lengths = documents.tree_sums(documents.lengths)
+    pairs = documents.tree_sums(document_pairs(documents, keys, cost.attention))
+    shorter = np.minimum(lengths, keys.tree_sums(keys.lengths))
+    attention = cost.attention_seconds(pairs, shorter) * (1 + ATTENTION_BACKWARD)
+    return float((attention + cost.linear_layer_seconds(lengths) * (1 + LINEAR_BACKWARD)).sum()) / ranks

@@ -16,7 +16,6 @@ from mindspeed_cp.config import load_settings
 from mindspeed_cp.config.derived import rank_attention
 from mindspeed_cp.plan.tiles import joined_runs
 from mindspeed_cp.plan.transfers import traffic
-from mindspeed_cp.simulate.memory import attention_bytes_upper_bound, attention_peak_bytes
 
 #: Two nodes of A2 and one of A3: there links are the limit, here they are not.
 CLUSTERS = (Topology(2, 8, "a2"), Topology(1, 16, "a3"))
@@ -97,8 +96,6 @@ def test_every_algorithm_sends_latents(algorithm: str) -> None:
     plan = build(Documents([300, 7, 0, 90]), Topology(nodes, 4 // nodes), deepseek(32), algorithm, "on")
     verify_plan(plan)
     assert all(part.attention.latent == (512, 64) for part in plan.parts_or_self)
-    for size in (2, 4):
-        assert (attention_bytes_upper_bound(plan, size) >= attention_peak_bytes(plan, size)).all()
 
 
 def test_attention_without_latents_has_no_choice() -> None:
