@@ -197,6 +197,8 @@ def test_half_of_the_own_block_waits_for_the_last_gradients():
         for mask in ("causal", "full"):
             backward = build_plan(Documents(lengths), Topology(1, 4), AttentionConfig(4, mask=mask)).backward
             for rank in range(4):
-                work, own = backward.pairs_per_step(rank), backward.tiles(rank)
-                own_work = count_pairs(own[own["slot"] == 0], AttentionConfig(4)).sum()
-                assert work[0] + work[-1] == own_work and 0.3 * own_work < work[-1] < 0.7 * own_work
+                tiles = backward.tiles(rank)
+                pairs, is_own = count_pairs(tiles, AttentionConfig(4)), tiles["slot"] == 0
+                late = pairs[is_own & (tiles["step"] == backward.steps - 1)].sum()
+                assert set(tiles["step"][is_own]) == {0, backward.steps - 1}
+                assert 0.3 * pairs[is_own].sum() < late < 0.7 * pairs[is_own].sum()

@@ -10,9 +10,10 @@ from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, simul
 from mindspeed_cp.cluster import Cluster, ComputeCost, LayerCost, load_cluster
 from mindspeed_cp.data.lengths import sample_batch
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.simulate import tile_work
+from mindspeed_cp.plan import program
 from mindspeed_cp.simulate.link_queues import LinkQueues
 from mindspeed_cp.simulate.memory import attention_peak_bytes
+from mindspeed_cp.simulate.tile_work import TileCounter
 
 MHA = AttentionConfig(heads=32, head_dim=128)
 FULL = AttentionConfig(heads=32, head_dim=128, mask="full")
@@ -209,10 +210,10 @@ def test_tiles_of_all_ranks_are_counted_in_passes_as_one_by_one(
     attention: AttentionConfig, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = build_plan(Documents([700, 1, 90, 0, 333, 12]), Topology(2, 3), attention, algorithm)
-    monkeypatch.setattr(tile_work, "SPANS_PER_PASS", 40)
-    monkeypatch.setattr(tile_work, "WINDOW_TOKENS_PER_PASS", 2000)
-    counted = tile_work.TileCounter(plan).work("forward").pairs
-    assert counted == pytest.approx(plan.work() / attention.heads)
+    expected = plan.work() / attention.heads
+    monkeypatch.setattr(program, "SPANS_PER_PASS", 40)
+    monkeypatch.setattr(program, "WINDOW_TOKENS_PER_PASS", 2000)
+    assert TileCounter(plan).work("forward").pairs == pytest.approx(expected)
 
 
 # the timeline of a layer
