@@ -16,18 +16,6 @@ from mindspeed_cp.plan.records import CONTENT, sorted_contents
 LATE_SHARE = 0.25
 
 
-def halve_local_block(
-    queries: Layout,
-    keys: Layout,
-    attention: AttentionConfig,
-    contents: np.ndarray,
-    spans: np.ndarray,
-    last_step: int,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Compute about half of every local block in the last step; see :func:`split_local_block`."""
-    return split_local_block(queries, keys, attention, contents, spans, [(0, 0.5), (last_step, 0.5)])
-
-
 def split_local_block(
     queries: Layout,
     keys: Layout,

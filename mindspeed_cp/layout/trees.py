@@ -22,8 +22,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.layout.host_arrays import as_integers
-from mindspeed_cp.layout.runs import ragged_arange
+from mindspeed_cp.layout.runs import as_integers, ragged_arange
 from mindspeed_cp.schema.numbers import check_count, check_type
 
 

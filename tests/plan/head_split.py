@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mindspeed_cp.algorithms.head_groups import head_ranges
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import TOKEN_SPAN, Documents, Layout
-from mindspeed_cp.plan.heads import head_ranges
 from mindspeed_cp.plan.problem import AttentionConfig, Topology
 from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.plan.records import CONTENT, Messages
