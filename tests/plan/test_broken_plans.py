@@ -13,7 +13,7 @@ from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, PlanErro
 from mindspeed_cp.algorithms import ALGORITHMS
 from mindspeed_cp.layout import contiguous, row_zigzag, zigzag
 from mindspeed_cp.plan import Messages, Program, combine, peak_bytes, traffic
-from mindspeed_cp.plan.verify.queues import check_queues
+from mindspeed_cp.plan.verify.messages import check_queues
 from tests.plan.forests import forest_plan
 
 LENGTHS = [50, 3, 64]
