@@ -107,26 +107,29 @@ class LayerCost:
         return LayerCost(qkv + out + ffn, hidden_size, qkv, out, shares, bytes_per_element)
 
     @staticmethod
-    def for_attention(attention: AttentionConfig, tensor_parallel: int = 1) -> LayerCost:
-        """Return the cost of a plain decoder layer with this attention: hidden size heads * head_dim and a gated FFN
-        8/3 as wide, as in LLaMA.
+    def for_attention(
+        attention: AttentionConfig,
+        hidden_size: int | None = None,
+        ffn_hidden_size: int | None = None,
+        tensor_parallel: int = 1,
+        sequence_parallel: bool = False,
+    ) -> LayerCost:
+        """Return the cost of a plain decoder layer with this attention and a gated FFN.
 
         Args:
             attention: attention of one tensor-parallel rank.
-            tensor_parallel: number of tensor-parallel ranks; all have the same number of heads.
+            hidden_size: default: heads * head_dim of the whole layer.
+            ffn_hidden_size: default: 8/3 of the hidden size, as in LLaMA.
+            tensor_parallel, sequence_parallel: as for :meth:`from_sizes`; all ranks have the same number of heads.
         """
         check_type("attention", attention, AttentionConfig, "AttentionConfig(...)")
         heads, kv_heads = attention.heads * tensor_parallel, attention.kv_heads * tensor_parallel
-        hidden = heads * attention.head_dim
+        hidden = heads * attention.head_dim if hidden_size is None else hidden_size
+        width = round(hidden * 8 / 3) if ffn_hidden_size is None or hidden_size is None else ffn_hidden_size
         return LayerCost.from_sizes(
-            hidden,
-            round(hidden * 8 / 3),
-            heads,
-            kv_heads,
-            attention.head_dim,
-            attention.head_dim_v,
-            tensor_parallel=tensor_parallel,
-        )
+            hidden, width, heads, kv_heads, attention.head_dim, attention.head_dim_v, tensor_parallel=tensor_parallel,
+            sequence_parallel=sequence_parallel,
+        )  # fmt: skip
 
 
 class ComputeCost:

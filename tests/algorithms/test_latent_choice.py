@@ -14,7 +14,6 @@ from mindspeed_cp.cluster.cluster import load_cluster
 from mindspeed_cp.cluster.compute import ComputeCost
 from mindspeed_cp.config import load_settings
 from mindspeed_cp.config.derived import rank_attention
-from mindspeed_cp.plan.tiles import joined_runs
 from mindspeed_cp.plan.transfers import traffic
 
 #: Two nodes of A2 and one of A3: there links are the limit, here they are not.
@@ -135,11 +134,6 @@ def test_layers_of_other_masks_share_the_rows() -> None:
 def test_latents_that_no_attention_has_are_refused(changes: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         AttentionConfig(**{"heads": 4, "head_dim": 192, **changes})  # type: ignore[arg-type]
-
-
-def test_rows_that_are_read_are_joined() -> None:
-    first, count = joined_runs(np.array([10, 0, 4, 30, 12]), np.array([5, 4, 1, 2, 1]))
-    assert (first.tolist(), count.tolist()) == ([0, 10, 30], [5, 5, 2])
 
 
 def test_settings_of_a_training_know_the_latents() -> None:
