@@ -2,12 +2,12 @@
 
     python -m benchmarks.fluid [--clusters a2 a800 h800 a3 atlas350] [--ranks 16 32] [--kv-heads 8 32]
                                [--lengths wikipedia prolong] [--algorithms ring direct ...] [--seeds 0]
-                               [--tokens 4096] [--together]
+                               [--tokens 4096]
 
 Prints time of a layer by the simulator over that of the fluid simulation: below 1 the simulator is early. The fluid
 simulation is event-driven: between two events every message that is under way has a constant rate, and the rates are
 max-min fair over all links (progressive filling): in-node ports or pair links, limits of a rank's sum, and NICs, which
-ranks may share. All else is as in :mod:`mindspeed_cp.simulate.simulator`: kernels, steps, exchanges and latencies.
+ranks may share. All else is as in :mod:`mindspeed_cp.simulate.simulator`: kernels, steps and latencies.
 Posting takes no time in both. 32 heads of 128 channels, and so many tokens for each rank.
 """
 
@@ -27,10 +27,7 @@ from mindspeed_cp.data.lengths import sample_batch
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.simulate.timeline import Timeline
 
-ALGORITHMS = (
-    *("ring", "direct", "direct:prefetch=2", "direct:exchange=all_to_all", "direct:exchange=all_to_all:prefetch=2"),
-    *("hybrid", "ulysses", "double_ring", "hierarchical"),
-)
+ALGORITHMS = (*("ring", "direct", "direct:prefetch=2", "hybrid", "ulysses", "double_ring", "hierarchical"),)
 TOLERANCE = 1e-9  # relative: shares that are equal, and bytes that are through
 
 
@@ -107,28 +104,17 @@ class FluidDirection:
         table: records of dtype TRANSFER, sorted by `start`.
         links: links of the cluster.
         begin: seconds at which each rank begins, fp64 [ranks].
-        in_order: an exchange begins after the one before it has ended; False: all that are posted are under way.
 
     Attributes:
         end: seconds at which each rank's steps end, fp64 [ranks, steps].
         message_end: seconds at which each message has arrived, fp64 [messages].
     """
 
-    def __init__(
-        self, kernels: np.ndarray, table: np.ndarray, links: FluidLinks, begin: np.ndarray, in_order: bool = True
-    ) -> None:
+    def __init__(self, kernels: np.ndarray, table: np.ndarray, links: FluidLinks, begin: np.ndarray) -> None:
         ranks, steps = kernels.shape
         self.kernels, self.links = kernels, links
         self.src, self.dst, self.done = (table[name].copy() for name in ("src", "dst", "done"))
-        self.in_exchange, self.left = table["exchange"] > 0, table["bytes"].copy()
-        keys = np.stack([table[name][self.in_exchange] for name in ("start", "part", "done")], 1)
-        self.exchange = np.full(len(table), -1)  # number of the exchange of each message, in order of posting
-        exchanges, number = np.unique(keys, axis=0, return_inverse=True)
-        self.exchange[self.in_exchange] = number = number.reshape(-1)
-        self.exchange_step, self.exchange_left = exchanges[:, 0], np.bincount(number)  # left: messages not through
-        self.exchange_end = np.zeros(len(self.exchange_left))
-        self.allowed = 0 if in_order else len(table)  # number of the last exchange that may begin
-        self.in_order = in_order
+        self.left = table["bytes"].copy()  # of each message
         self.tolerance = TOLERANCE * np.maximum(self.left, 1)
         self.way = links.way(self.src, self.dst)
         self.latency = links.latency(self.src, self.dst)
@@ -140,9 +126,7 @@ class FluidDirection:
         self.begun = np.zeros((ranks, steps), bool)
         self.posted = np.zeros(len(table), bool)
         self.under_way = np.zeros(0, np.int64)
-        self.begins = [
-            (float(seconds), rank, 0) for rank, seconds in enumerate(begin)
-        ]  # and step; -1: an exchange ends
+        self.begins = [(float(seconds), rank, 0) for rank, seconds in enumerate(begin)]  # and step
         heapq.heapify(self.begins)
 
     def run(self) -> FluidDirection:
@@ -163,24 +147,16 @@ class FluidDirection:
         return self
 
     def _count_due(self, messages: np.ndarray, change: int) -> None:
-        """Add messages to, or take them from, those that are due in their steps on both ends, or on all ranks."""
-        exchanged = self.in_exchange[messages]
-        done = self.done[messages]
+        """Add messages to, or take them from, those that are due in their steps on both ends."""
         for rank in (self.src, self.dst):
-            np.add.at(self.due, (rank[messages][~exchanged], done[~exchanged]), change)
-        np.add.at(self.due.T, done[exchanged], change)
+            np.add.at(self.due, (rank[messages], self.done[messages]), change)
 
     def _begin_steps(self, now: float) -> None:
         """Begin the steps that begin now, and post their messages."""
         steps: dict[int, list[int]] = {}
         while self.begins and self.begins[0][0] <= now:
             _, rank, step = heapq.heappop(self.begins)
-            if rank < 0:
-                self.allowed += 1
-                if self.allowed < len(self.exchange_step):
-                    self._post(int(self.exchange_step[self.allowed]))
-            else:
-                steps.setdefault(step, []).append(rank)
+            steps.setdefault(step, []).append(rank)
         for step, ranks in steps.items():
             self.begun[ranks, step] = True
             self.earliest[ranks, step] = np.maximum(self.earliest[ranks, step], now + self.kernels[ranks, step])
@@ -192,27 +168,16 @@ class FluidDirection:
         messages = np.arange(self.bounds[step], self.bounds[step + 1])
         messages = messages[~self.posted[messages]]
         begun = self.begun[:, step]
-        both = begun[self.src[messages]] & begun[self.dst[messages]]
-        may = begun.all() & (self.exchange[messages] <= self.allowed)
-        messages = messages[np.where(self.in_exchange[messages], may, both)]
+        messages = messages[begun[self.src[messages]] & begun[self.dst[messages]]]
         self.posted[messages] = True
         self.under_way = np.concatenate([self.under_way, messages])
 
     def _arrive(self, messages: np.ndarray, now: float) -> None:
         self.message_end[messages] = arrived = now + self.latency[messages]
-        done, exchanged = self.done[messages], self.in_exchange[messages]
+        done = self.done[messages]
         for rank in (self.src, self.dst):
             np.maximum.at(self.earliest, (rank[messages], done), arrived)
-        np.maximum.at(self.earliest.T, done[exchanged], arrived[exchanged, None])
         self._count_due(messages, -1)
-        if self.in_order:
-            for exchange in np.unique(self.exchange[messages[exchanged]]).tolist():
-                arrived_now = messages[self.exchange[messages] == exchange]
-                self.exchange_left[exchange] -= len(arrived_now)
-                end = max(float(self.exchange_end[exchange]), float(self.message_end[arrived_now].max()))
-                self.exchange_end[exchange] = end
-                if not self.exchange_left[exchange]:
-                    heapq.heappush(self.begins, (end, -1, 0))
         for step in np.unique(done).tolist():
             self._end_steps(np.flatnonzero(self.begun[:, step]), step)
 
@@ -224,33 +189,30 @@ class FluidDirection:
                 heapq.heappush(self.begins, (end, rank, step + 1))
 
 
-def fluid_ends(timeline: Timeline, in_order: bool = True) -> tuple[np.ndarray, np.ndarray]:
+def fluid_ends(timeline: Timeline) -> tuple[np.ndarray, np.ndarray]:
     """Return when each rank's steps end, forward and backward, fp64 [ranks, steps] each, by the fluid simulation.
 
     Args:
         timeline: as simulated: kernels, linear layers and messages are taken from it, and no times of messages.
-        in_order: as for :class:`FluidDirection`.
     """
     links = FluidLinks(timeline.cluster, timeline.plan.topology.nodes)
     out, begin = [], np.zeros(timeline.ranks)
     rest = timeline.steps_backward[:, 0, 0] - timeline.steps_forward[:, -1, 2]  # linear layers between the directions
     for direction in ("forward", "backward"):
         steps = timeline.steps(direction)
-        made = FluidDirection(
-            steps[:, :, 1] - steps[:, :, 0], timeline.transfers(direction), links, begin, in_order
-        ).run()
+        made = FluidDirection(steps[:, :, 1] - steps[:, :, 0], timeline.transfers(direction), links, begin).run()
         out.append(made.end)
         begin = made.end[:, -1] + rest
     return out[0], out[1]
 
 
-def ratio(timeline: Timeline, in_order: bool = True) -> float:
+def ratio(timeline: Timeline) -> float:
     """Return time of a layer by the simulator over that of the fluid simulation."""
-    return timeline.total / float(fluid_ends(timeline, in_order)[1][:, -1].max())
+    return timeline.total / float(fluid_ends(timeline)[1][:, -1].max())
 
 
 def build(label: str, documents: Documents, topology: Topology, attention: AttentionConfig) -> Timeline:
-    """Plan and simulate an algorithm with options, such as "direct:exchange=all_to_all"."""
+    """Plan and simulate an algorithm with options, such as "direct:prefetch=2"."""
     name, *options = label.split(":")
     values: dict[str, object] = dict(option.split("=") for option in options)
     values |= {key: int(value) for key, value in values.items() if str(value).isdigit()}
@@ -279,7 +241,6 @@ def main() -> None:
     parser.add_argument("--algorithms", nargs="+", default=ALGORITHMS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of each rank")
-    parser.add_argument("--together", action="store_true", help="fluid exchanges do not wait for each other")
     options = parser.parse_args()
     print(f"{'cluster':10}{'algorithm':40}{'mean':>8}{'least':>8}{'most':>8}{'cases':>7}{'host s':>8}")
     for cluster in options.clusters:
@@ -287,7 +248,7 @@ def main() -> None:
             begin, ratios = time.perf_counter(), []
             for problem in cases(options, cluster):
                 try:
-                    ratios.append(ratio(build(label, *problem), not options.together))
+                    ratios.append(ratio(build(label, *problem)))
                 except ConfigError:  # an algorithm that these ranks or heads do not allow
                     continue
             if ratios:

@@ -11,7 +11,7 @@ neither sent nor kept. (Llama 3, Grattafiori et al. 2024, section 3.3.2, gathers
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import numpy as np
 
@@ -22,9 +22,6 @@ from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan.problem import AttentionConfig, Topology
 from mindspeed_cp.plan.program import Plan
 
-#: How the messages of a round travel; the values of `mindspeed_cp.plan.program.EXCHANGES`.
-ExchangeName = Literal["messages", "all_to_all"]
-
 
 def build_direct(
     documents: Documents,
@@ -34,7 +31,6 @@ def build_direct(
     *,
     prefetch: Annotated[int, AtLeast(1, "rounds")] = 1,
     layout: LayoutName = "zigzag",
-    exchange: ExchangeName = "messages",
 ) -> Plan:
     """Direct fetches: every rank gets what it needs from each owner.
 
@@ -45,13 +41,11 @@ def build_direct(
         attention: attention of one layer.
         prefetch: rounds in flight while one is computed; a rank has one receive buffer more.
         layout: "zigzag" (balanced under a causal mask), "contiguous" (balanced under a full mask, few messages under a
-            window), or "balanced" (short documents stay whole).
-        exchange: "messages" (each from its owner to the rank that needs it), or "all_to_all" (those of a round are one
-            all-to-all-v of all ranks)
+            window), or "balanced" (short documents stay whole)
     """
     layouts = build_layouts(layout, documents, kv_documents, topology.ranks, attention)
     programs = direct_fetch_programs(*layouts, attention, np.arange(topology.ranks) - 1, prefetch)
-    return Plan("direct", attention, topology, *layouts, *layouts, *programs, exchange=exchange)
+    return Plan("direct", attention, topology, *layouts, *layouts, *programs)
 
 
 def build_all_gather(

@@ -18,21 +18,16 @@ from mindspeed_cp.comm.redistribution import (
 )
 from mindspeed_cp.comm.transport import (
     DEFAULT_TIMEOUT,
-    ExchangeBuffers,
-    ExchangePart,
     Pending,
     Transfer,
     Transport,
     checked_timeout,
-    exchange_buffers,
     staging_buffer,
 )
 
 __all__ = [
     "DEFAULT_TIMEOUT",
     "DirectionalGroups",
-    "ExchangeBuffers",
-    "ExchangePart",
     "GroupTransport",
     "InMemoryNetwork",
     "InMemoryPending",
@@ -46,7 +41,6 @@ __all__ = [
     "checked_timeout",
     "close_directional_groups",
     "comm_library",
-    "exchange_buffers",
     "failure_reason",
     "group_rank",
     "group_size",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 
 from mindspeed_cp.comm.directional_groups import OPEN_GROUPS, DirectionalGroups, connection_order
 from mindspeed_cp.comm.groups import comm_library, failure_reason, resolve_group
-from mindspeed_cp.comm.transport import DEFAULT_TIMEOUT, ExchangeBuffers, Pending, Transfer, checked_timeout
+from mindspeed_cp.comm.transport import DEFAULT_TIMEOUT, Pending, Transfer, checked_timeout
 from mindspeed_cp.device.npu_errors import HCCL_REMEDY, is_lost_peer, short_cause
 from mindspeed_cp.errors import PeerError
 
@@ -67,23 +68,6 @@ class GroupTransport:
         posted = {i: self._post_one(transfers[i], directional) for i in order}
         return [posted[i] for i in indices]
 
-    def all_to_all(self, buffers: ExchangeBuffers, label: str) -> Pending:
-        """Start an exchange as one all-to-all-v in the group; see :meth:`mindspeed_cp.comm.Transport.all_to_all`."""
-        try:
-            work = dist.all_to_all_single(
-                buffers.receive,
-                buffers.send,
-                list(buffers.receive_bytes),
-                list(buffers.send_bytes),
-                group=self.group,
-                async_op=True,
-            )
-        except RuntimeError as error:
-            if self.is_unrelated(error):
-                raise
-            raise self.exchange_failure(label, error) from error
-        return _PendingExchange(self, label, work, buffers)
-
     def _connection_order(self, transfers: Sequence[Transfer]) -> list[int]:
         """Return indices of transfers in the order in which all ranks go through the edges of a step: the first
         transfer over an edge creates a communicator, for which both ends wait, and different orders could wait in a
@@ -99,12 +83,8 @@ class GroupTransport:
         if directional is not None:
             ends = (self._rank, transfer.peer) if transfer.sends else (transfer.peer, self._rank)
             group = directional.group_for(*ends)
-        try:
-            return _PendingWork(self, transfer, start(transfer.tensor, peer, group, transfer.tag))
-        except RuntimeError as error:
-            if self.is_unrelated(error):
-                raise
-            raise self.failure(transfer, error) from error
+        work = self.attempt(transfer, lambda: start(transfer.tensor, peer, group, transfer.tag))
+        return _PendingWork(self, transfer, work)
 
     def _post_coalesced(self, transfers: Sequence[Transfer]) -> list[Pending]:
         if not transfers:
@@ -118,51 +98,30 @@ class GroupTransport:
                 )
                 for t in (transfers[i] for i in launch)
             ]
-            try:
-                works = dist.batch_isend_irecv(operations)
-            except RuntimeError as error:
-                if self.is_unrelated(error):
-                    raise
-                raise self.failure(transfers[launch[0]], error) from error
+            works = self.attempt(transfers[launch[0]], partial(dist.batch_isend_irecv, operations))
             # One work object for the whole launch, or one for each operation, depending on the library.
             for position, i in enumerate(launch):
                 pending[i] = _PendingWork(self, transfers[i], works[min(position, len(works) - 1)])
         return [pending[i] for i in range(len(transfers))]
 
-    @property
-    def ranks(self) -> int:
-        """Number of ranks of the group."""
-        return len(self._global_ranks)
+    def attempt(self, transfer: Transfer, call: Callable[[], Any]) -> Any:
+        """Return the result of a call of the library; an error in it that blames a peer names the one of a transfer."""
+        try:
+            return call()
+        except RuntimeError as error:
+            if self._is_unrelated(error):
+                raise
+            action = "sending to" if transfer.sends else "receiving from"
+            raise PeerError(
+                f"rank {self._rank}: {action} rank {transfer.peer} (global rank {self._global_ranks[transfer.peer]}), "
+                f"{transfer.label}: {self._reason(error)}"
+            ) from error
 
-    def is_unrelated(self, error: RuntimeError) -> bool:
+    def _is_unrelated(self, error: RuntimeError) -> bool:
         """Return True if the error does not blame a peer: on a device, an earlier operator may have failed."""
         if self._is_hccl:
             return not is_lost_peer(str(error))
         return not self.is_gloo and (isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error))
-
-    def failure(self, transfer: Transfer, error: RuntimeError) -> PeerError:
-        """Return the error that names the peer of a failed transfer."""
-        action = "sending to" if transfer.sends else "receiving from"
-        return PeerError(
-            f"rank {self._rank}: {action} rank {transfer.peer} (global rank {self._global_ranks[transfer.peer]}), "
-            f"{transfer.label}: {self._reason(error)}"
-        )
-
-    def finish(self, work: Any, failure: Callable[[RuntimeError], Exception]) -> None:
-        """Wait for posted work; an error that blames a peer is raised as `failure` returns it."""
-        try:
-            work.wait(self.gloo_timeout) if self.is_gloo else work.wait()
-        except RuntimeError as error:
-            if self.is_unrelated(error):
-                raise
-            raise failure(error) from error
-
-    def exchange_failure(self, label: str, error: RuntimeError) -> PeerError:
-        """Return the error of a failed exchange, which names no peer: all ranks take part."""
-        return PeerError(
-            f"rank {self._rank}: the exchange of all {len(self._global_ranks)} ranks, {label}: a rank died, or did not "
-            f"take part: {self._reason(error)}"
-        )
 
     def _reason(self, error: RuntimeError) -> str:
         if self.is_gloo:
@@ -197,18 +156,5 @@ class _PendingWork(NamedTuple):
     def wait(self) -> None:
         """See :class:`mindspeed_cp.comm.Pending`."""
         transport = self.transport
-        transport.finish(self.work, lambda error: transport.failure(self.transfer, error))
-
-
-class _PendingExchange(NamedTuple):
-    """A posted exchange. It keeps its buffers alive."""
-
-    transport: GroupTransport
-    label: str
-    work: Any
-    buffers: ExchangeBuffers
-
-    def wait(self) -> None:
-        """See :class:`mindspeed_cp.comm.Pending`."""
-        transport = self.transport
-        transport.finish(self.work, lambda error: transport.exchange_failure(self.label, error))
+        wait = partial(self.work.wait, transport.gloo_timeout) if transport.is_gloo else self.work.wait
+        transport.attempt(self.transfer, wait)

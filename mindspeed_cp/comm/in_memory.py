@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from torch import Tensor, no_grad, uint8
+from torch import no_grad, uint8
 
-from mindspeed_cp.comm.transport import ExchangeBuffers, Transfer
+from mindspeed_cp.comm.transport import Transfer
 from mindspeed_cp.errors import PeerError
 
 #: Bytes of this value are NaN in every floating-point type.
@@ -38,15 +38,9 @@ class InMemoryNetwork:
 
     def __init__(self, ranks: int, lazy: bool = False) -> None:
         self.lazy = lazy
-        self.unfinished: dict[InMemoryPending | InMemoryExchange, None] = {}
+        self.unfinished: dict[InMemoryPending, None] = {}
         self._transports = [InMemoryTransport(self, rank) for rank in range(ranks)]
         self._unmatched: dict[tuple[int, int, int, bool], deque[InMemoryPending]] = {}
-        self._exchanges: list[dict[int, InMemoryExchange]] = []  # by rank, those that some ranks have posted
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks."""
-        return len(self._transports)
 
     def transport(self, rank: int) -> InMemoryTransport:
         """Return the transport of a rank."""
@@ -75,24 +69,6 @@ class InMemoryNetwork:
         else:
             self._unmatched.setdefault((*ends, transfer.tag, transfer.sends), deque()).append(pending)
 
-    def join(self, exchange: InMemoryExchange) -> None:
-        """Add one rank to the first exchange that it has not posted yet; the last rank completes it.
-
-        Raises:
-            PeerError: the ranks do not agree on the bytes of a pair.
-        """
-        members = next((members for members in self._exchanges if exchange.rank not in members), None)
-        if members is None:
-            members = {}
-            self._exchanges.append(members)
-        members[exchange.rank] = exchange
-        if len(members) == len(self._transports):
-            self._exchanges.remove(members)
-            for member in members.values():
-                member.connect(members)
-            for member in members.values() if not self.lazy else ():
-                member.copy()
-
 
 class InMemoryTransport:
     """The transport of one rank; see :class:`mindspeed_cp.comm.Transport`.
@@ -103,11 +79,6 @@ class InMemoryTransport:
 
     def __init__(self, network: InMemoryNetwork, rank: int) -> None:
         self._network, self.rank = network, rank
-
-    @property
-    def ranks(self) -> int:
-        """Number of ranks of the network."""
-        return self._network.ranks
 
     def post(self, transfers: Sequence[Transfer], all_to_all: bool = False) -> list[InMemoryPending]:
         """Start transfers.
@@ -125,18 +96,6 @@ class InMemoryTransport:
             self._network.unfinished[item] = None
             self._network.match(item)
         return pending
-
-    def all_to_all(self, buffers: ExchangeBuffers, label: str) -> InMemoryExchange:
-        """Start an exchange of all ranks; see :meth:`mindspeed_cp.comm.Transport.all_to_all`.
-
-        Raises:
-            PeerError: the ranks do not agree on the bytes of a pair.
-        """
-        exchange = InMemoryExchange(self._network, self.rank, buffers, label)
-        buffers.receive.fill_(NAN_BYTE)
-        self._network.unfinished[exchange] = None
-        self._network.join(exchange)
-        return exchange
 
 
 class InMemoryPending:
@@ -187,64 +146,7 @@ class InMemoryPending:
         opposite = self._opposite
         assert opposite is not None
         source, target = (self, opposite) if self.transfer.sends else (opposite, self)
-        _copy_tensor(source.transfer.tensor, target.transfer.tensor)
+        with no_grad():
+            target.transfer.tensor.copy_(source.transfer.tensor)
         self._copied = opposite._copied = True
         self._opposite = opposite._opposite = None  # no cycle, so that buffers are freed at once
-
-
-class InMemoryExchange:
-    """One rank's part in an exchange; see :class:`mindspeed_cp.comm.Pending`."""
-
-    __slots__ = ("_copied", "_label", "_members", "_network", "_received", "_sent", "rank")
-
-    def __init__(self, network: InMemoryNetwork, rank: int, buffers: ExchangeBuffers, label: str) -> None:
-        self._network, self.rank, self._label = network, rank, label
-        self._sent = buffers.send.split(list(buffers.send_bytes))
-        self._received = buffers.receive.split(list(buffers.receive_bytes))
-        self._members: dict[int, InMemoryExchange] | None = None
-        self._copied = False
-
-    @property
-    def ready(self) -> bool:
-        """True if all ranks have posted the exchange, so that `wait` returns at once."""
-        return self._copied or self._members is not None
-
-    @property
-    def description(self) -> str:
-        """This rank's part, for errors."""
-        return f"rank {self.rank}: the exchange of all ranks, {self._label}"
-
-    def connect(self, members: dict[int, InMemoryExchange]) -> None:
-        """Make the parts of all ranks, by rank, one exchange."""
-        for rank, member in members.items():
-            sent, received = len(member._sent[self.rank]), len(self._received[rank])
-            if sent != received:
-                raise PeerError(f"{self.description}: it takes {received} bytes of rank {rank}, which sends {sent}")
-        self._members = members
-
-    def wait(self) -> None:
-        """Complete the exchange on this rank.
-
-        Raises:
-            PeerError: a rank has not posted it.
-        """
-        if not self.ready:
-            raise PeerError(f"{self.description}: a rank has not posted it")
-        self.copy()
-        self._network.unfinished.pop(self, None)
-
-    def copy(self) -> None:
-        """Copy what this rank sends and receives, except where the other end has done so."""
-        if self._copied:
-            return
-        assert self._members is not None
-        for rank, member in self._members.items():
-            if not member._copied and member is not self:
-                _copy_tensor(member._sent[self.rank], self._received[rank])
-                _copy_tensor(self._sent[rank], member._received[self.rank])
-        self._copied, self._members, self._sent, self._received = True, None, (), ()  # frees the buffers
-
-
-@no_grad()
-def _copy_tensor(source: Tensor, target: Tensor) -> None:
-    target.copy_(source)

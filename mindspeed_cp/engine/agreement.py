@@ -168,7 +168,6 @@ def plan_fingerprints(plan: Plan) -> Mapping[str, str]:
             },
             "algorithm": " + ".join([plan.algorithm, *(part.algorithm for part in plan.parts)]),
             "reduce_dtype": plan.reduce_dtype,
-            "exchange": " + ".join([plan.exchange, *(part.exchange for part in plan.parts)]),
             "layout": _with_digest(f"rows {plan.layout.token_counts.tolist()}", _layouts(plan)),
             "program": _with_digest(
                 f"{len(plan.step_order('forward'))} steps forward, {len(plan.step_order('backward'))} backward, "

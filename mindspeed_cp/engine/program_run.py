@@ -15,16 +15,14 @@ import torch
 from torch import Tensor
 
 from mindspeed_cp.comm import (
-    ExchangePart,
     Pending,
     RankRedistribution,
     Transfer,
     Transport,
-    exchange_buffers,
     staging_buffer,
     start_redistributions,
 )
-from mindspeed_cp.engine.rank_schedule import ExchangeOp, P2POp, RankSchedule
+from mindspeed_cp.engine.rank_schedule import P2POp, RankSchedule
 from mindspeed_cp.engine.recorder import COMPUTE, POST, UNPACK, PartRecorder
 from mindspeed_cp.ops.attention import AttentionBackend, BackwardState, ForwardState, GradientAccumulator
 from mindspeed_cp.ops.attention.latent import LatentExpansion
@@ -84,15 +82,11 @@ class ProgramRun:
             PeerError: a peer died or did not answer in time.
         """
         in_flight: InFlight = {}
-        exchanges: dict[int, Pending] = {}
         recorder = self._recorder
         for number, step in enumerate(self._schedule.steps):
             start = None if recorder is None else recorder.mark()
-            for exchange in step.exchanges:
-                exchanges[exchange.number] = self._post_exchange(exchange, in_flight)
             if step.p2p_ops:
-                if not step.exchanges:
-                    self._post(step.p2p_ops, in_flight)
+                self._post(step.p2p_ops, in_flight)
                 if recorder is not None:
                     size = self._reduce_dtype.itemsize
                     start = recorder.record_posted(start, number, step.p2p_ops, self.k[0], self.v[0], size)
@@ -100,11 +94,9 @@ class ProgramRun:
                 compute(self, slot, calls, step.rows_read.get(slot))
             if recorder is not None and step.compute:
                 recorder.record_span(COMPUTE, start, number)
-            arriving = [exchanges.pop(exchange) for exchange in step.wait_for_exchanges]
-            yield arriving or [transfer for message in step.wait_for for transfer in in_flight[message][1]]
-            if step.wait_for or arriving:
-                self._wait(step.wait_for, arriving, in_flight, number)
-            del arriving
+            yield [transfer for message in step.wait_for for transfer in in_flight[message][1]]
+            if step.wait_for:
+                self._wait(step.wait_for, in_flight, number)
 
     def _post(self, p2p_ops: Sequence[P2POp], in_flight: InFlight) -> None:
         assert self._transport is not None, "a plan for a single rank has no messages"
@@ -116,24 +108,6 @@ class ProgramRun:
         for i, op in enumerate(p2p_ops):
             pair = slice(2 * i, 2 * i + 2)
             in_flight[op.number] = op, pending[pair], [transfer.tensor for transfer in transfers[pair]]
-
-    def _post_exchange(self, exchange: ExchangeOp, in_flight: InFlight) -> Pending:
-        """Post one exchange: pack the rows that this rank sends, and let received rows arrive in a buffer, from which
-        they are unpacked."""
-        assert self._transport is not None, "a plan for a single rank has no messages"
-        parts = []
-        for op in exchange.ops:
-            for x in (self.k[op.slot], self.v[op.slot]):
-                dtype = self._reduce_dtype if op.reduces else x.dtype
-                parts.append(ExchangePart(op.peer, op.sends, (op.count, *x.shape[1:]), dtype))
-        buffers, views = exchange_buffers(parts, self._transport.ranks, self.k[0].device)
-        for i, op in enumerate(exchange.ops):
-            pair = views[2 * i : 2 * i + 2]
-            in_flight[op.number] = op, (), () if op.sends else pair
-            if op.sends:
-                for index, view in enumerate(pair):
-                    view.copy_(self._rows_sent(op, index))
-        return self._transport.all_to_all(buffers, exchange.label)
 
     def _buffers(self, op: P2POp) -> tuple[Tensor, ...]:
         """Return the two tensors that a message reads or writes: views of the slot where its rows are contiguous,
@@ -153,14 +127,12 @@ class ProgramRun:
             return self.gradients[op.slot][index].rows(op.rows, self._reduce_dtype)
         return take_rows((self.k, self.v)[index][op.slot], op.rows)
 
-    def _wait(self, numbers: Sequence[int], exchanges: Sequence[Pending], in_flight: InFlight, step: int) -> None:
-        """Wait for messages and the exchanges that carry them, and unpack them. A function of its own, so that staging
-        buffers are freed before the next step's messages are posted."""
+    def _wait(self, numbers: Sequence[int], in_flight: InFlight, step: int) -> None:
+        """Wait for messages, and unpack them. A function of its own, so that staging buffers are freed before the next
+        step's messages are posted."""
         recorder = self._recorder
         start = None if recorder is None else recorder.mark()
         received = []
-        for exchange in exchanges:
-            exchange.wait()
         for number in numbers:
             op, pending, buffers = in_flight.pop(number)
             for transfer in pending:
@@ -170,18 +142,18 @@ class ProgramRun:
         if recorder is not None:
             start = recorder.record_arrived(start, step, numbers)
         for op, buffers in received:  # after all sends of the step: unpacking may overwrite the rows that they send
-            self._unpack(op, buffers, bool(exchanges))
+            self._unpack(op, buffers)
         if recorder is not None and received:
             recorder.record_span(UNPACK, start, step)
 
-    def _unpack(self, op: P2POp, buffers: Sequence[Tensor], packed: bool) -> None:
+    def _unpack(self, op: P2POp, buffers: Sequence[Tensor]) -> None:
         """Add received gradients to those of the slot, or put received keys and values, which have no gradient yet,
         where they belong, if they did not arrive there."""
         if op.reduces:
             for gradient, buffer in zip(self.gradients[op.slot], buffers, strict=True):
                 gradient.add(op.rows, buffer)
             return
-        if not isinstance(op.rows, slice) or packed:
+        if not isinstance(op.rows, slice):
             for slot, buffer in zip((self.k[op.slot], self.v[op.slot]), buffers, strict=True):
                 put_rows(slot, op.rows, buffer)
         for gradient in self.gradients[op.slot]:

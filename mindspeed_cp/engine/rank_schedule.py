@@ -13,7 +13,6 @@ from mindspeed_cp.comm import as_row_index
 from mindspeed_cp.ops.attention import AttentionBackend
 from mindspeed_cp.ops.rows import RowIndex
 from mindspeed_cp.plan import Messages, Plan, Program
-from mindspeed_cp.plan.program import Exchanges
 from mindspeed_cp.plan.tiles import number_keys_read
 
 
@@ -43,21 +42,6 @@ class P2POp:
 
 
 @dataclass(frozen=True)
-class ExchangeOp:
-    """One exchange of all ranks, as one of them executes it.
-
-    Attributes:
-        number: identifies the exchange within the program, the same on all ranks.
-        ops: the messages of this rank that travel in it; none if the rank only takes part.
-        label: description for error messages.
-    """
-
-    number: int
-    ops: Sequence[P2POp]
-    label: str
-
-
-@dataclass(frozen=True)
 class RankStep:
     """Work of one rank in one step.
 
@@ -65,8 +49,6 @@ class RankStep:
         p2p_ops: operations of messages that start, in the order of the plan.
         compute: pairs of a slot and its kernel calls.
         wait_for: numbers of the messages to wait for at the end of the step, reduces first.
-        exchanges: exchanges to post, which then carry all of `p2p_ops`; empty if messages travel by themselves.
-        wait_for_exchanges: numbers of the exchanges to wait for at the end of the step.
         rows_read: where slots hold latents, the rows that the calls read of each slot in `compute`; only these are
             expanded, and calls count keys among them. Empty where slots hold keys and values.
     """
@@ -74,8 +56,6 @@ class RankStep:
     p2p_ops: Sequence[P2POp]
     compute: Sequence[tuple[int, Sequence[Any]]]
     wait_for: Sequence[int]
-    exchanges: Sequence[ExchangeOp] = ()
-    wait_for_exchanges: Sequence[int] = ()
     rows_read: Mapping[int, RowIndex] = field(default_factory=dict)
 
 
@@ -134,8 +114,6 @@ def build_rank_schedule(
         )
         for s in range(program.steps)
     ]
-    if plan.exchange == "all_to_all":
-        steps = _with_exchanges(steps, Exchanges.of(program))
     return RankSchedule(steps, program.capacity[rank].tolist(), stores_all_rows(tiles, rows))
 
 
@@ -166,26 +144,6 @@ def _p2p_ops(program: Program, rank: int, device: torch.device) -> tuple[list[li
             p2p_ops[int(messages.items["start"][index])].append(op)
             wait_for[int(messages.items["done"][index])].append(op.number)
     return p2p_ops, wait_for
-
-
-def _with_exchanges(steps: Sequence[RankStep], exchanges: Exchanges) -> list[RankStep]:
-    """Let the messages of a rank travel in exchanges."""
-    by_parity = exchanges.of_fetch, exchanges.of_reduce
-    ops_of: list[list[P2POp]] = [[] for _ in range(len(exchanges))]
-    for op in (op for step in steps for op in step.p2p_ops):
-        ops_of[by_parity[op.reduces][op.number // 2]].append(op)
-    posted = [
-        ExchangeOp(number, ops, f"steps {start} to {done}")
-        for number, (ops, start, done) in enumerate(zip(ops_of, exchanges.start, exchanges.done, strict=True))
-    ]
-    return [
-        replace(
-            step,
-            exchanges=[posted[number] for number in np.flatnonzero(exchanges.start == s)],
-            wait_for_exchanges=np.flatnonzero(exchanges.done == s).tolist(),
-        )
-        for s, step in enumerate(steps)
-    ]
 
 
 def _p2p_op(

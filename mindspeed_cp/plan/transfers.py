@@ -22,11 +22,10 @@ KINDS = ("keys", "gradients", "redistribution", "hidden_states")
 KEYS, GRADIENTS, REDISTRIBUTION, HIDDEN_STATES = range(len(KINDS))
 
 #: `bytes` from src to dst for part `part`, posted by both when timeline step `start` begins and finished in step
-#: `done`. Transfers of a part with the same `start`, `done` and `exchange` 1 are one exchange of all ranks; with 0,
-#: each is a message by itself. Timeline steps are the plan steps with :func:`edge_steps` others before and after them.
+#: `done`. Timeline steps are the plan steps with :func:`edge_steps` others before and after them.
 TRANSFER = np.dtype(
     [
-        *((name, np.int64) for name in ("src", "dst", "start", "done", "kind", "part", "exchange")),
+        *((name, np.int64) for name in ("src", "dst", "start", "done", "kind", "part")),
         ("bytes", np.float64),
     ]
 )
@@ -122,7 +121,7 @@ def _between_steps(plan: Plan, direction: str, element: int) -> list[np.ndarray]
                 out[name] = items[name]
             for name in ("start", "done"):
                 out[name] = plan_steps[items[name]]
-            out["kind"], out["part"], out["exchange"] = kind, number, part.exchange == "all_to_all"
+            out["kind"], out["part"] = kind, number
             out["bytes"] = items["rows"] * row[items["src"]] * float(size)
             tables.append(out)
     return tables
@@ -178,6 +177,6 @@ def _messages(moved: Sequence[Moved], adjoint: bool, start: int, done: int, kind
     out = np.empty(int(remote.sum()), TRANSFER)
     for name, end in zip(("src", "dst"), ("dst", "src") if adjoint else ("src", "dst"), strict=True):
         out[name] = pairs[end][remote]
-    out["start"], out["done"], out["kind"], out["part"], out["exchange"] = start, done, kind, part, 0
+    out["start"], out["done"], out["kind"], out["part"] = start, done, kind, part
     out["bytes"] = size[remote]
     return out

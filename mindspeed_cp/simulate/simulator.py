@@ -4,9 +4,8 @@ Every rank runs the plan's steps in order, as the engine does: it posts the step
 compute stream, and waits for the messages that are due. Each message has a launch overhead, in which the rank computes
 nothing (:func:`.timeline.launch_overheads`). Sends and receives have their own streams: a message travels from the
 moment at which both ends have posted all messages of the step, in parallel with computation. Links are queues
-(:class:`.link_queues.LinkQueues`). An exchange begins when all ranks have posted it and the exchange before it has
-ended, since calls of one communicator run in order; it ends on all ranks when the last of its rows has arrived. Relayed
-messages are messages of the plan like all others: a rank posts them in the step after their arrival.
+(:class:`.link_queues.LinkQueues`). Relayed messages are messages of the plan like all others: a rank posts them in the
+step after their arrival.
 
 Each step is simulated for all ranks at once. This is exact with two exceptions where ranks share a NIC: a message of an
 earlier step is served before a message of a later step that was posted before it, and messages of a step that come at
@@ -22,7 +21,6 @@ import numpy as np
 from mindspeed_cp.cluster.cluster import Cluster, load_cluster
 from mindspeed_cp.cluster.compute import ComputeCost, LayerCost
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.layout.runs import group_starts
 from mindspeed_cp.plan.program import Plan
 from mindspeed_cp.plan.transfers import TRANSFER, edge_steps, step_count, transfers
 from mindspeed_cp.schema.numbers import check_type
@@ -104,38 +102,20 @@ def simulate_direction(
         timed[field] = table[field]
     launches = launch_overheads(table, ranks, steps, links.cluster.posting)
     bounds = np.searchsorted(table["start"], np.arange(steps + 1))
-    now, exchanged = np.asarray(begin, np.float64), 0.0
+    now = np.asarray(begin, np.float64)
     for step in range(steps):
         posted = timed[bounds[step] : bounds[step + 1]]
         out[:, step, 0] = now
         now = now + launches[:, step]
-        for messages, exchange in _calls(posted):
-            src, dst, done = (posted[name][messages] for name in ("src", "dst", "done"))
-            ready = np.full(len(src), max(now.max(), exchanged)) if exchange else np.maximum(now[src], now[dst])
-            begun, ended = links.serve(src, dst, posted["bytes"][messages], ready)
-            posted["begin"][messages], posted["end"][messages] = begun, ended
-            if exchange:
-                exchanged = ended.max()
-                np.maximum(arrived[:, done[0]], exchanged, out=arrived[:, done[0]])
-            else:
-                for rank in (src, dst):
-                    np.maximum.at(arrived, (rank, done), ended)
+        if len(posted):
+            src, dst, done = (posted[name] for name in ("src", "dst", "done"))
+            ready = np.maximum(now[src], now[dst])
+            posted["begin"], posted["end"] = links.serve(src, dst, posted["bytes"], ready)
+            for rank in (src, dst):
+                np.maximum.at(arrived, (rank, done), posted["end"])
         out[:, step, 1] = now + kernels[:, step]
         out[:, step, 2] = now = np.maximum(out[:, step, 1], arrived[:, step])
     return out, timed
-
-
-def _calls(posted: np.ndarray) -> list[tuple[np.ndarray | slice, bool]]:
-    """Return which of a step's messages are served together, and if they are an exchange: messages by themselves first,
-    then one exchange after the other."""
-    exchanges = np.flatnonzero(posted["exchange"])
-    if not len(exchanges):
-        return [(slice(None), False)] if len(posted) else []
-    alone = np.flatnonzero(posted["exchange"] == 0)
-    exchanges = exchanges[np.lexsort((posted["done"][exchanges], posted["part"][exchanges]))]
-    first = group_starts(posted["part"][exchanges], posted["done"][exchanges])
-    calls: list[tuple[np.ndarray | slice, bool]] = [(alone, False)] if len(alone) else []
-    return calls + [(messages, True) for messages in np.split(exchanges, first[1:])]
 
 
 # When a rank's linear layers run: between the two directions of attention, or around attention.

@@ -159,7 +159,7 @@ def _overlap(union: np.ndarray, start: np.ndarray, stop: np.ndarray) -> float:
 def launch_overheads(table: np.ndarray, ranks: int, steps: int, seconds: float) -> np.ndarray:
     """Return the seconds that each rank spends on the launch of messages in each step, fp64 [ranks, steps].
 
-    A message is posted by both of its ends; an exchange is posted once by every rank, whatever it carries.
+    A message is posted by both of its ends.
 
     Args:
         table: records of dtype :data:`mindspeed_cp.plan.transfers.TRANSFER`.
@@ -169,14 +169,9 @@ def launch_overheads(table: np.ndarray, ranks: int, steps: int, seconds: float) 
     out = np.zeros((ranks, steps))
     if seconds == 0 or not len(table):
         return out
-    whole = table["exchange"] > 0
-    messages = table[~whole] if whole.any() else table
     for end in ("src", "dst"):
-        step_of_rank = messages[end] * steps + messages["start"]
+        step_of_rank = table[end] * steps + table["start"]
         out += np.bincount(step_of_rank, minlength=ranks * steps).reshape(ranks, steps)
-    if whole.any():
-        exchanges = np.unique(table[whole][["start", "done", "part"]])
-        out += np.bincount(exchanges["start"], minlength=steps)
     return out * seconds
 
 

@@ -18,7 +18,6 @@ EXAMPLES = {
     "cp_window_size": 2,
     "ulysses_degree": 4,
     "prefetch": 3,
-    "exchange": "all_to_all",
     "routing": False,
     "head_split": False,
     "remap": "off",

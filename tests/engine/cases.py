@@ -58,7 +58,6 @@ VARIANTS: dict[str, tuple[str, tuple[tuple[str, object], ...]]] = {
     "direct": ("direct", ()),
     "direct, 3 rounds ahead": ("direct", (("prefetch", 3),)),
     "direct, balanced": ("direct", (("layout", "balanced"),)),
-    "direct, exchanges": ("direct", (("exchange", "all_to_all"), ("prefetch", 2))),
     "hierarchical": ("hierarchical", ()),
     "hierarchical, KV fetch": ("hierarchical", (("head_split", False), CUT)),
     "hierarchical, qkv moved": ("hierarchical", (("head_split", False), ("remap", "qkv"))),

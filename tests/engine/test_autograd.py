@@ -110,7 +110,7 @@ def left_alone(case):
     return equal(before, [x.detach() for x in (*leaves, *dout)]) and equal(out, kept)
 
 
-DEFAULT = ("ring", "hybrid", "direct, 3 rounds ahead", "hierarchical, exchange")
+DEFAULT = ("ring", "hybrid", "direct, 3 rounds ahead", "hierarchical, KV fetch")
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,9 @@ PROBLEMS = (
 
 @contextmanager
 def sent(ranks):
-    """Bytes that each rank sends meanwhile, by kind: "fetch", "reduce" and "redistribution", between layouts, and in
-    "exchange"s."""
-    counts = [dict.fromkeys(("fetch", "reduce", "redistribution", "exchange"), 0) for _ in range(ranks)]
-    post, all_to_all = InMemoryTransport.post, InMemoryTransport.all_to_all
+    """Bytes that each rank sends meanwhile, by kind: "fetch", "reduce" and "redistribution", between layouts."""
+    counts = [dict.fromkeys(("fetch", "reduce", "redistribution"), 0) for _ in range(ranks)]
+    post = InMemoryTransport.post
 
     def counting(self, transfers, all_to_all=False):
         for transfer in transfers:
@@ -43,14 +42,7 @@ def sent(ranks):
                 ] += transfer.tensor.nbytes
         return post(self, transfers, all_to_all)
 
-    def counting_exchange(self, buffers, label):
-        counts[self.rank]["exchange"] += buffers.send.nbytes
-        return all_to_all(self, buffers, label)
-
-    with (
-        patch.object(InMemoryTransport, "post", counting),
-        patch.object(InMemoryTransport, "all_to_all", counting_exchange),
-    ):
+    with patch.object(InMemoryTransport, "post", counting):
         yield counts
 
 
@@ -73,36 +65,17 @@ def counted(case):
     return list(zip(there, back, forward, backward, strict=True))
 
 
-def padding(plan, direction, rank, size):
-    """Bytes behind the rows that a rank sends in exchanges: each tensor is followed by up to 15."""
-    program, attention, total = getattr(plan, direction), plan.attention, 0
-    for messages, element in ((program.fetch, size), (program.reduce, plan.gradient_bytes)):
-        for item in messages.items[messages.items["src"] == rank]:
-            for width in (attention.head_dim, attention.head_dim_v):
-                total += -int(item["rows"]) * attention.kv_heads * width * element % 16
-    return total
-
-
 def assert_planned_bytes_sent(planned, there, back, case, rank):
     """Assert that a rank sent in both directions, of each kind, the bytes that the plan names."""
-    plan, size = case.plan(), case.dtype.itemsize
-    fetches, reduces = (planned["fetch_forward"], planned["fetch_backward"]), planned["reduce"]
-    exchanged = [0, 0]
-    if plan.exchange == "all_to_all":
-        pads = [padding(plan, direction, rank, size) for direction in ("forward", "backward")]
-        exchanged = [fetches[0] + pads[0], fetches[1] + reduces + pads[1]]
-        fetches, reduces = (0, 0), 0
     assert there == {
-        "fetch": fetches[0],
+        "fetch": planned["fetch_forward"],
         "reduce": 0,
         "redistribution": planned["redistribution_forward"],
-        "exchange": exchanged[0],
     }, case
     assert back == {
-        "fetch": fetches[1],
-        "reduce": reduces,
+        "fetch": planned["fetch_backward"],
+        "reduce": planned["reduce"],
         "redistribution": planned["redistribution_backward"],
-        "exchange": exchanged[1],
     }, case
 
 
@@ -130,7 +103,6 @@ def check(cases, ranks):
                 # Not all parts have their most at once, nor do all tensors that a remap gathers.
                 remapped = plan.q_redistribution is not None and plan.q_layout_compute.heads is None
                 in_turn = remapped or plan.gradient_bytes < 4  # rows are gathered before they are rounded, one by one
-                in_turn |= plan.exchange == "all_to_all"  # scattered rows are gathered one by one, into the buffer
                 loose = ("gradients", "staging") if plan.parts or in_turn else ("gradients",)
                 # A row of zeros is made while gradients of rows in several places begin: `peak_bytes` counts it in the total.
                 attention = plan.attention

@@ -13,12 +13,10 @@ import pytest
 import torch
 
 from mindspeed_cp.algorithms import ALGORITHMS
-from mindspeed_cp.plan.program import Exchanges
-from tests.engine import test_exchange as exchanges
 from tests.engine.cases import Case, attend, local, worst
 from tests.engine.draw import problem
 from tests.engine.test_parts import PROBLEMS, Mixed
-from tests.npu.ranks import run, start
+from tests.npu.ranks import run
 from tools import capabilities
 
 SIZES = (2, 3, 4)
@@ -129,19 +127,3 @@ def test_parts_agree_with_fp64(size: int, directional: bool) -> None:
     parts = run(size, attend_all, cases, directional, environment=ROUGH).values()
     largest_errors = {case: worst(case, [tensors(part[i]) for part in parts]) for i, case in enumerate(cases)}
     assert {case: error for case, error in largest_errors.items() if error > 1e-5} == {}
-
-
-@pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.thorough)])
-def test_hccl_agrees_with_fp64_by_all_to_all_v_alone(size: int) -> None:
-    """Ragged rows, ranks without rows, several rounds under way, streams that are delayed at random. A rank makes one
-    call for each exchange of the plans, and no batch of sends and receives."""
-    cases = [exchanges.on(exchanges.CASES[i], size, prefetch=1 + i % 2) for i in (0, 1, 4)]
-    ran = start(size, attend_all, cases, False, environment=ROUGH)
-    parts = ran.values()
-    for i, case in enumerate(cases):
-        assert worst(case, [tensors(part[i]) for part in parts]) <= 1e-5, case
-    plans = [case.plan() for case in cases]
-    expected = sum(len(Exchanges.of(program)) for plan in plans for program in (plan.forward, plan.backward))
-    for rank in range(size):
-        names = [call["name"] for call in ran.calls(rank)]
-        assert names.count("HcclAlltoAllV") == expected and "HcclBatchSendRecv" not in names

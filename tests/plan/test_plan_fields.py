@@ -34,7 +34,6 @@ FIELDS: dict[str, list[tuple[Any, str]]] = {
     "backward_order": [(((0, 0),), "a plan without parts has none"), (((0,),), r"backward_order is \(\(0,\),\); valid: pairs")],
     "linear_layout": [(contiguous(PLAN.documents, 4), HARMLESS), (OTHER.layout, "linear_layout: it is of"), (1, "linear_layout is 1")],
     "reduce_dtype": [("float32", HARMLESS), *((name, f"reduce_dtype is '{name}'; valid: float32, bfloat16") for name in ("int8", "bool", "float16"))],
-    "exchange": [("all_to_all", HARMLESS), ("none", "exchange is 'none'; valid: messages, all_to_all"), (None, "exchange is None")],
     "forward.steps": [(5, HARMLESS), (3, r"steps go from 0 to 2|does not exist"), (0, "it has 0 steps; valid: 1 to"), (True, "steps is True")],
     "forward.capacity": [(PLAN.forward.capacity + np.array([0, 1, 1]), HARMLESS), (PLAN.forward.capacity[:3], "capacity has shape"), (PLAN.forward.capacity.astype(np.int32), "capacity is an array of int32")],
     "forward.q_layout_compute": [(OTHER.layout, "laid out in another way"), (None, "forward.q_layout_compute is None")],

@@ -22,11 +22,11 @@ def test_rates_are_max_min_fair() -> None:
     assert rates == pytest.approx([0.5, 0.5, 3.5, 6.0])
 
 
-def table_of(messages: list[tuple[int, int, int, int, int, float]]) -> np.ndarray:
-    """Return TRANSFER records of (src, dst, start, done, exchange, bytes)."""
+def table_of(messages: list[tuple[int, int, int, int, float]]) -> np.ndarray:
+    """Return TRANSFER records of (src, dst, start, done, bytes)."""
     out = np.zeros(len(messages), TRANSFER)
     for row, message in zip(out, messages, strict=True):
-        for name, value in zip(("src", "dst", "start", "done", "exchange", "bytes"), message, strict=True):
+        for name, value in zip(("src", "dst", "start", "done", "bytes"), message, strict=True):
             row[name] = value
     return out
 
@@ -35,7 +35,7 @@ def test_a_rank_that_shares_a_nic_goes_on_as_late_as_its_neighbour() -> None:
     """Ranks 0 and 1 send a second of bytes each; rank 1 begins half a second later."""
     cluster = load_cluster("a800").with_values(network_latency=0.0, posting=0.0)
     size = cluster.effective_nic
-    table = table_of([(0, 8, 0, 0, 0, size), (1, 16, 0, 0, 0, size)])
+    table = table_of([(0, 8, 0, 0, size), (1, 16, 0, 0, size)])
     kernels, begin = np.zeros((24, 1)), np.zeros(24)
     begin[1] = 0.5
     fluid = FluidDirection(kernels, table, FluidLinks(cluster, 3), begin).run()
@@ -44,39 +44,21 @@ def test_a_rank_that_shares_a_nic_goes_on_as_late_as_its_neighbour() -> None:
     assert timed["end"] == pytest.approx(fluid.message_end) and steps[:, :, 2] == pytest.approx(fluid.end)
 
 
-@pytest.mark.parametrize("in_order", [True, False])
-def test_exchanges_that_are_posted_together(in_order: bool) -> None:
-    """Two exchanges of two ranks, a second on the NIC each; step 0 posts both, and waits for the first."""
-    cluster = load_cluster("a2").with_ranks(1).with_values(network_latency=0.25, posting=0.0)
-    size = cluster.effective_nic
-    table = table_of([(0, 1, 0, 1, 1, size), (0, 1, 0, 0, 1, size)])
-    kernels, begin = np.zeros((2, 2)), np.array([0.0, 1.0])
-    fluid = FluidDirection(kernels, table, FluidLinks(cluster, 2), begin, in_order).run()
-    assert fluid.end == pytest.approx(np.array([[2.25, 3.5]] * 2 if in_order else [[3.25, 3.25]] * 2))
-    if in_order:
-        steps, timed = simulate_direction(kernels, table, LinkQueues(cluster, 2), begin)
-        assert steps[:, :, 2] == pytest.approx(fluid.end) and timed["begin"] == pytest.approx([2.25, 1.0])
-
-
-@pytest.mark.parametrize(("cluster", "algorithm", "options", "within"), [
-    ("a800", "hybrid", {}, 0.01),
-    ("atlas350", "hybrid", {}, 0.01),
-    ("atlas350", "ulysses", {}, 0.01),
-    ("a800", "direct", {}, 0.02),
-    ("atlas350", "direct", {}, 0.01),
-    ("a2", "direct", {"exchange": "all_to_all", "prefetch": 2}, 0.01),
-    ("a800", "direct", {"exchange": "all_to_all", "prefetch": 4}, 0.01),
-    ("a2", "ring", {}, 0.001),
+@pytest.mark.parametrize(("cluster", "algorithm", "within"), [
+    ("a800", "hybrid", 0.01),
+    ("atlas350", "hybrid", 0.01),
+    ("atlas350", "ulysses", 0.01),
+    ("a800", "direct", 0.02),
+    ("atlas350", "direct", 0.01),
+    ("a2", "ring", 0.001),
 ])  # fmt: skip
 @pytest.mark.parametrize("lengths", ["wikipedia", "prolong"])
-def test_plans_take_as_long_as_with_fair_shares(
-    cluster: str, algorithm: str, options: dict[str, object], within: float, lengths: str
-) -> None:
+def test_plans_take_as_long_as_with_fair_shares(cluster: str, algorithm: str, within: float, lengths: str) -> None:
     """16 ranks, without linear layers, which would hide a deviation."""
     preset = load_cluster(cluster).with_values(posting=0.0)
     topology = Topology(16 // preset.ranks_per_node, preset.ranks_per_node, cluster)
     documents = Documents(sample_batch(lengths, 16 * 4096, 1))
-    plan = build_plan(documents, topology, AttentionConfig(32, 32, 128), algorithm, **options)
+    plan = build_plan(documents, topology, AttentionConfig(32, 32, 128), algorithm)
     timeline = simulate_plan(plan, preset, LayerCost(0.0, 4096))
     assert ratio(timeline) == pytest.approx(1, abs=within)
     forward, _ = fluid_ends(timeline)

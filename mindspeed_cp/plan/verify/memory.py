@@ -12,7 +12,7 @@ from mindspeed_cp.layout import Redistribution
 from mindspeed_cp.layout.redistribution import packed_pairs
 from mindspeed_cp.layout.runs import intersect_runs
 from mindspeed_cp.plan.parts import part_ends, part_rows
-from mindspeed_cp.plan.program import Plan, Program, aligned
+from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.plan.records import Messages, int64_record
 from mindspeed_cp.schema.numbers import check_type
 
@@ -32,8 +32,8 @@ def peak_bytes(plan: Plan, direction: str, bytes_per_element: int = 2) -> np.nda
     * redistributed: results of redistributions between the layouts of the caller and of the computation: q, k, v and
       out in the forward; dout, dq, dk and dv in the backward, which also counts q, k and v saved from the forward;
     * staging: rows sent from several places are gathered; K and V that land in several places, and all reduces, are
-      received separately; in exchanges, and in messages of several tensors, all rows are packed at both ends; in
-      redistributions, heads are cut out and put in. The largest sum over all messages in flight.
+      received separately; in messages of several tensors, all rows are packed at both ends; in redistributions, heads
+      are cut out and put in. The largest sum over all messages in flight.
 
     Not counted is memory that one rank alone would need as well: results, copies, and what kernels make; its formula is
     in docs/algorithms.md, "Memory".
@@ -226,10 +226,7 @@ def buffer_bytes(plan: Plan, direction: str, size: int, rows: Rows = None, kv_ro
         summed[program.contents["rank"], program.contents["slot"]] = True
         summed[program.reduce.items["dst"], program.reduce.items["dst_slot"]] = True
         gradients = program.capacity * summed * kv_width[:, None] * 4
-    if plan.exchange == "all_to_all":
-        staging = _exchange_staging(plan, program, size)
-    else:
-        staging = _message_staging(plan, program, size) * kv_width
+    staging = _message_staging(plan, program, size) * kv_width
 
     qk, v = attention.head_dim, attention.head_dim_v
     q, kv = plan.q_redistribution, plan.kv_redistribution
@@ -338,26 +335,6 @@ def _message_staging(plan: Plan, program: Program, size: int) -> np.ndarray:
     else:  # rounded copies are sent; scattered rows are copied in fp32 before that, and when they are added
         _add_staging(staging, reduce, plan.gradient_bytes, every, every)
         _add_staging(staging, reduce, 4, gathered, ~reduce.is_contiguous("dst"))
-    return staging
-
-
-def _exchange_staging(plan: Plan, program: Program, size: int) -> np.ndarray:
-    """Return the buffers of exchanges, in bytes, int64 [steps, ranks]: packed rows at both ends of every message, and
-    copies of scattered rows while they are packed, or are added in another type."""
-    kv_row, rounded = plan.attention.kv_row, plan.gradient_bytes < 4
-    heads = plan.kv_layout_compute.head_counts(kv_row.heads)
-    staging = np.zeros((program.steps, plan.ranks), np.int64)
-    kinds = ((program.fetch, size, size, False), (program.reduce, plan.gradient_bytes, 4, rounded))
-    for messages, element, own_element, is_converted in kinds:
-        scattered = {side: ~messages.is_contiguous(side) for side in ("src", "dst")}
-        for index, item in enumerate(messages.items):
-            channels = [int(item["rows"] * heads[item["src"]]) * width for width in (kv_row.dim, kv_row.dim_v)]
-            packed, copied = (sum(aligned(n * element) for n in channels), max(channels) * own_element)
-            steps = slice(item["start"], item["done"] + 1)
-            for side, copies in (("src", True), ("dst", is_converted)):
-                staging[steps, item[side]] += packed
-                step = item["start"] if side == "src" else item["done"]
-                staging[step, item[side]] += copied * (copies and scattered[side][index])
     return staging
 
 

@@ -15,7 +15,7 @@ from mindspeed_cp.errors import ConfigError, PlanError
 from mindspeed_cp.layout import ROW_RUN, TOKEN_SPAN, Documents, Layout, Redistribution, ragged_arange
 from mindspeed_cp.plan.parts import parts_error
 from mindspeed_cp.plan.problem import AttentionConfig, Topology
-from mindspeed_cp.plan.program import DIRECTIONS, EXCHANGES, REDUCE_BYTES, Plan, Program
+from mindspeed_cp.plan.program import DIRECTIONS, REDUCE_BYTES, Plan, Program
 from mindspeed_cp.plan.records import BAND, CAUSAL, CONTENT, MASK_NAMES, MESSAGE, Messages
 from mindspeed_cp.schema.messages import short_repr
 from mindspeed_cp.schema.numbers import is_int
@@ -33,7 +33,7 @@ _FIELD_TYPES: dict[type, dict[str, Any]] = {
         **dict.fromkeys(DIRECTIONS, Program),
         **dict.fromkeys(("parts", "forward_order", "backward_order"), tuple),
         "linear_layout": Layout | None,
-        **dict.fromkeys(("reduce_dtype", "exchange"), str),
+        "reduce_dtype": str,
     },
     Program: {
         "steps": int,
@@ -59,9 +59,8 @@ def check_types(plan: Plan) -> None:
         _check_fields(part, where)
         if index and part.parts:
             raise PlanError(f"parts: part {index - 1} has parts itself; valid: plans without parts")
-        for name, names in (("reduce_dtype", tuple(REDUCE_BYTES)), ("exchange", EXCHANGES)):
-            if getattr(part, name) not in names:
-                raise PlanError(f"{where}{name} is {short_repr(getattr(part, name))}; valid: {', '.join(names)}")
+        if part.reduce_dtype not in REDUCE_BYTES:
+            raise PlanError(f"{where}reduce_dtype is {short_repr(part.reduce_dtype)}; valid: {', '.join(REDUCE_BYTES)}")
         for direction in DIRECTIONS:
             shape = getattr(part, direction).capacity.shape
             if len(shape) != 2 or shape[0] != part.ranks or not shape[1]:
