@@ -10,7 +10,7 @@ A link serves messages in the order of steps, and within a step in the order in 
   (see below); elsewhere a single message may be early.
 * "fifo": the receiver's link may begin with a message when the sender's link has begun. A message that has left the
   sender waits at a busy receiver, so that senders that start with the same receiver delay each other. This models
-  large TCP windows, as in the emulated cluster of `benchmarks/cluster`.
+  large TCP windows, as in the emulated cluster of `benchmarks/results/clusters.md`.
 """
 
 from __future__ import annotations
