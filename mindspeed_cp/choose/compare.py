@@ -33,7 +33,6 @@ class SimulationCase:
         layer: linear part of the layer.
         source: description of the source of the lengths.
         notes: remarks on how the case represents a training.
-        sharing: sharing of links, as for :func:`mindspeed_cp.simulate.simulator.simulate_plan`.
         sizes: sizes of the model, for the options of algorithms that take them.
     """
 
@@ -44,7 +43,6 @@ class SimulationCase:
     layer: LayerCost
     source: str = ""
     notes: tuple[str, ...] = ()
-    sharing: str = "fair"
     sizes: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -181,7 +179,7 @@ def _simulate(
     seconds_by_cause: dict[str, float] = {}
     for batch in case.batches:
         plan = candidate.build_plan(batch, case.topology, case.attention, case.sizes)
-        timeline = simulate_plan(plan, case.cluster, case.layer, sharing=case.sharing)
+        timeline = simulate_plan(plan, case.cluster, case.layer)
         timelines = timelines or [timeline]
         waiting, exposed, sent = timeline.waiting, timeline.exposed, timeline.bytes_sent
         per_rank = (timeline.compute, timeline.linear, exposed, waiting - exposed, timeline.hidden, sent)
@@ -212,8 +210,6 @@ def _simulate(
 
 def _notes(case: SimulationCase, results: Sequence[AlgorithmResult]) -> tuple[str, ...]:
     notes, ranks, cluster = list(case.notes), case.topology.ranks, case.cluster
-    if case.sharing == "fifo":
-        notes.append("links are shared fifo: a message holds its place at a busy receiver; the default is fair")
     for result in results:
         if result.metrics.memory > cluster.memory:
             notes.append(

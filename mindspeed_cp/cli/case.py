@@ -23,7 +23,6 @@ from mindspeed_cp.errors import ConfigError, shortened
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig, Topology
 from mindspeed_cp.schema.yaml_file import SettingsFile, parse_settings, read_settings_file, with_value
-from mindspeed_cp.simulate.link_queues import LINK_SHARING
 
 #: The settings without a file.
 BUILT_IN = """
@@ -124,8 +123,6 @@ def read_case(options: SimulateOptions) -> tuple[SimulationCase, list[Candidate]
     Raises:
         ConfigError: an option or a setting is invalid; one line with its name, value and the valid values.
     """
-    if options.sharing not in LINK_SHARING:
-        raise ConfigError(f"--sharing {options.sharing!r}: valid: {', '.join(LINK_SHARING)}")
     file = _read_settings_file(options)
     check_lengths_given(options, file)
     settings = make_settings(file)
@@ -147,7 +144,6 @@ def read_case(options: SimulateOptions) -> tuple[SimulationCase, list[Candidate]
         layer,
         source,
         _notes(options, settings, topology),
-        options.sharing,
         sizes,
     )
     return case, read_algorithms(options.algorithms, own)

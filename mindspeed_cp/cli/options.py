@@ -122,10 +122,6 @@ class SimulateOptions(CaseOptions):
     algorithms: Annotated[
         str, typer.Option(help="all, or names with options after colons, such as ring,direct:prefetch=4")
     ] = "all"
-    sharing: Annotated[
-        str,
-        typer.Option(help="Sharing of links: fair, or fifo: first in, first out, a message waits at a busy receiver."),
-    ] = "fair"
     show: Annotated[
         str | None,
         typer.Option(help="Names of the algorithms in --png and --trace. Default: the fastest and the even ring."),

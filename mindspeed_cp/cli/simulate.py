@@ -59,8 +59,6 @@ def choose(case: SimulationCase, candidates: list[Candidate]) -> Decision:
     """Return what `algorithm: auto` takes for these batches, and add it to the algorithms to compare."""
     from mindspeed_cp.config.candidates import SAMPLE_ROWS
 
-    if case.sharing != "fair":
-        raise ConfigError(f"--choose: auto chooses with --sharing fair, not {case.sharing}; leave one of them out")
     decision = choose_algorithm(
         case.batches[:SAMPLE_ROWS], case.topology, case.attention, case.cluster, case.layer, options=dict(case.sizes)
     )

@@ -196,14 +196,14 @@ def corpora(generator: random.Random, folder: Path) -> None:
 
 OPTIONS = {
     "plan": ("--lengths", "--kv-lengths", "--mask", "--ranks", "--nodes", "--ranks-per-node", "--algorithm", "--heads", "--set", "--verify", "--json"),
-    "simulate": ("--lengths", "--cluster", "--nodes", "--ranks-per-node", "--tokens-per-rank", "--batches", "--algorithms", "--sharing", "--show", "--json"),
+    "simulate": ("--lengths", "--cluster", "--nodes", "--ranks-per-node", "--tokens-per-rank", "--batches", "--algorithms", "--show", "--json"),
     "report": ("--step", "--cluster", "--json", "--trace"),
     "train": ("--nproc", "--set", "--resume", "--no-resume", "--json"),
     "doctor": ("--link-seconds",),
     "calibrate": ("--nproc", "--base", "--dtype", "--longest", "--heads"),
 }  # fmt: skip
 WORDS = (
-    "ring", "all", "a2", "causal", "full", "700,30,410", "64", "4", "2", "1", "wikipedia", "fair", "fifo", "bf16", "model.num_layers=3",
+    "ring", "all", "a2", "causal", "full", "700,30,410", "64", "4", "2", "1", "wikipedia", "bf16", "model.num_layers=3",
 )  # fmt: skip
 
 
