@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from mindspeed_cp.choose.candidates import Candidate
-from mindspeed_cp.choose.lower_bounds import balanced_lower_bound
 from mindspeed_cp.cluster import Cluster, ComputeCost, LayerCost
+from mindspeed_cp.cluster.compute import balanced_lower_bound
 from mindspeed_cp.errors import ConfigError, PlanError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig, Topology

@@ -153,7 +153,7 @@ def layer_cost(file: SettingsFile, settings: Settings, attention: AttentionConfi
     """Return the cost of the linear part of a layer: that of the settings, or of a plain layer with this attention."""
     if has_linear_part(file):
         return mean_layer_cost(settings)
-    plain = LayerCost.for_attention(attention, settings.train.tensor_model_parallel_size)
+    plain = LayerCost.for_attention(attention, tensor_parallel=settings.train.tensor_model_parallel_size)
     return replace(plain, bytes_per_element=2 if settings.train.bf16 else 4)
 
 
