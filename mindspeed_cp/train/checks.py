@@ -110,7 +110,8 @@ def _minority(values: Sequence[Any]) -> list[int]:
 def _suspects_in(values: Tensor, groups: Sequence[Sequence[int]]) -> tuple[list[int], bool]:
     """Return the ranks whose value is not the most frequent one of their group, ascending, and False; of a group
     without a most frequent value all ranks, and then True."""
-    suspects, is_tie = [], False
+    suspects: list[int] = []
+    is_tie = False
     for group in groups:
         of_group = [float(values[rank]) for rank in group]
         counts = Counter(of_group).most_common(2)
