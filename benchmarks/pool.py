@@ -155,17 +155,16 @@ def _plan(case: PoolCase, lengths: np.ndarray, topology: Topology) -> Plan:
     return build_plan(Documents(lengths), topology, case.attention, "hierarchical", **case.options)
 
 
-def simulated_step(case: PoolCase, groups: Sequence[Sequence[Plan]], sharing: str = "fair") -> float:
+def simulated_step(case: PoolCase, groups: Sequence[Sequence[Plan]]) -> float:
     """Return the seconds of the slowest group of ranks.
 
     Args:
         case: of the plans.
         groups: plans of each group's micro-batches, one after the other.
-        sharing: of links by messages, "fair" or "fifo" (:mod:`mindspeed_cp.simulate.link_queues`).
     """
     layer = case.model().layer
     return max(
-        sum(simulate_plan(plan, cluster_of(plan.topology), layer, COARSE_SPANS, sharing).total for plan in plans)
+        sum(simulate_plan(plan, cluster_of(plan.topology), layer, COARSE_SPANS).total for plan in plans)
         for plans in groups
     )
 

@@ -1,10 +1,9 @@
 """The algorithms: one builder of plans each, and build_plan, which finds them by name. NumPy only."""
 
-from mindspeed_cp.algorithms.all_gather import build_all_gather
-from mindspeed_cp.algorithms.direct import build_direct
+from mindspeed_cp.algorithms.direct import build_all_gather, build_direct
 from mindspeed_cp.algorithms.double_ring import build_double_ring
 from mindspeed_cp.algorithms.hierarchical import build_hierarchical
-from mindspeed_cp.algorithms.hybrid import build_hybrid
+from mindspeed_cp.algorithms.hybrid import build_hybrid, build_ulysses
 from mindspeed_cp.algorithms.layouts import LAYOUT_NAMES
 from mindspeed_cp.algorithms.options import AlgorithmOption
 from mindspeed_cp.algorithms.registry import (
@@ -21,7 +20,6 @@ from mindspeed_cp.algorithms.registry import (
     register_algorithm,
 )
 from mindspeed_cp.algorithms.ring import build_ring
-from mindspeed_cp.algorithms.ulysses import build_ulysses
 
 register_algorithm(
     "ring", build_ring, aliases=("p2p", "megatron_cp_algo"), use_for="long documents; little memory"

@@ -29,7 +29,7 @@ import numpy as np
 from mindspeed_cp.algorithms.kv_blocks import KvBlocks, message_records, visible_blocks
 from mindspeed_cp.algorithms.layouts import LayoutName, build_layouts
 from mindspeed_cp.algorithms.options import DividesRanks
-from mindspeed_cp.algorithms.split_local_block import halve_local_block
+from mindspeed_cp.algorithms.split_local_block import split_local_block
 from mindspeed_cp.layout import Documents, Layout
 from mindspeed_cp.plan.problem import AttentionConfig, Topology
 from mindspeed_cp.plan.program import Plan, Program
@@ -60,7 +60,8 @@ def double_ring_programs(
     reduce = _gradients(blocks, route, slot)
     if not len(reduce):
         return forward, forward
-    contents, spans = halve_local_block(queries, keys, attention, contents, spans, steps)
+    halves = [(0, 0.5), (steps, 0.5)]
+    contents, spans = split_local_block(queries, keys, attention, contents, spans, halves)
     return forward, Program(steps + 1, capacity, queries, documents, attention, contents, spans, fetch, reduce)
 
 

@@ -36,7 +36,6 @@ from mindspeed_cp.layout.sharding import weighted
 from mindspeed_cp.plan.parts import StepOrder, combine, select_documents
 from mindspeed_cp.plan.problem import AttentionConfig, Topology, document_pairs
 from mindspeed_cp.plan.program import Plan, Program
-from mindspeed_cp.schema.numbers import check_count
 
 #: Steps of fetched documents that need nothing from other nodes: the local block, and two rounds inside the node.
 LOCAL_STEPS = 3
@@ -103,7 +102,10 @@ def build_hierarchical(
         if cap is not None and plan.layout.token_counts.max() > cap:
             return None
         if placement.policy.remap:
-            plan = _with_linear_layout(plan, remap, hidden_size, tensor_model_parallel_size, sequence_parallel)
+            mode = remap if remap != "auto" and can_move_hidden(plan) else "qkv"
+            if remap == "auto" and hidden_size is not None:
+                mode = cheapest_mode(plan, hidden_size, tensor_model_parallel_size, sequence_parallel)
+            plan = with_linear_layout(plan, mode)
         return plan if fetch_pieces is None else cut_fetches(plan, fetch_pieces)
 
     for may_split in (head_split, False):  # equal parts of documents with split heads are rounded up, above the cap
@@ -126,20 +128,13 @@ def build_hierarchical(
         )
     if simulated_placements == 1:
         return next(iter(plans.values()))
-    layer = _layer_cost(attention, *sizes, sequence_parallel)
+    layer = LayerCost.for_attention(attention, *sizes, sequence_parallel)
     cluster = cluster_of(topology)
     timeline = fastest(plans, result, build, levelled, cluster, layer)
     return timeline.plan if fetch_pieces is not None else in_pieces_if_faster(timeline, cluster, layer)
 
 
-def _with_linear_layout(
-    plan: Plan, remap: str, hidden_size: int | None, tensor_model_parallel_size: int, sequence_parallel: bool
-) -> Plan:
-    if remap == "auto" and hidden_size is not None:
-        return with_linear_layout(plan, cheapest_mode(plan, hidden_size, tensor_model_parallel_size, sequence_parallel))
-    return with_linear_layout(plan, remap if remap != "auto" and can_move_hidden(plan) else "qkv")
-
-
+@lru_cache(maxsize=8)
 def choose_placement(
     queries: Documents,
     keys: Documents,
@@ -153,35 +148,13 @@ def choose_placement(
     ffn_hidden_size: int | None = None,
     tensor_model_parallel_size: int = 1,
 ) -> PlacementSearch:
-    """Return the placements that `build_hierarchical` compares; arguments as there."""
-    if max_seqlen_per_dp_cp_rank is not None:
-        check_count("max_seqlen_per_dp_cp_rank", max_seqlen_per_dp_cp_rank, what="a whole number of tokens")
-    for name, value in (("hidden_size", hidden_size), ("ffn_hidden_size", ffn_hidden_size)):
-        if value is not None:
-            check_count(name, value)
-    check_count("tensor_model_parallel_size", tensor_model_parallel_size)
-    layer = _layer_cost(attention, hidden_size, ffn_hidden_size, tensor_model_parallel_size)
-    search_remap = remap if remap in ("off", "auto") else "on"
-    return _cached_search(
-        queries, keys, topology, attention, layer, routing, max_seqlen_per_dp_cp_rank, search_remap, head_split
-    )
+    """Return the placements that `build_hierarchical` compares; arguments as there.
 
-
-@lru_cache(maxsize=8)
-def _cached_search(
-    queries: Documents,
-    keys: Documents,
-    topology: Topology,
-    attention: AttentionConfig,
-    layer: LayerCost,
-    routing: bool,
-    token_cap: int | None,
-    remap: str,
-    head_split: bool,
-) -> PlacementSearch:
-    """Search; cached, because other options need the same search, and a batch may be estimated and then planned."""
+    Cached, because other options need the same search, and a batch may be estimated and then planned.
+    """
+    layer = LayerCost.for_attention(attention, hidden_size, ffn_hidden_size, tensor_model_parallel_size)
     model = PlacementModel(queries, keys, topology, attention, cluster_of(topology), layer, routing)
-    return PlacementSearch(model, token_cap, remap, head_split)
+    return PlacementSearch(model, max_seqlen_per_dp_cp_rank, remap if remap in ("off", "auto") else "on", head_split)
 
 
 def plan_from_placement(
@@ -219,8 +192,11 @@ def plan_from_placement(
             used = sum((part.layout.token_counts for part in head_parts), np.zeros(topology.ranks, np.int64))
             q_layout = apply_token_cap(q_layout, token_cap - used, topology.ranks_per_node)
             kv_layout = q_layout if is_self_attention else kv_layout
-        pairs = _head_split_pairs(placement, queries, keys, topology, attention) if is_split.any() else None
-        programs = staged(q_layout, kv_layout, attention, topology, routing, prefetch, pairs)
+        beside = np.zeros(topology.ranks) if is_split.any() else None  # pairs of split documents on each rank
+        for size, members in placement.split.items() if beside is not None else ():
+            group_pairs = np.bincount(members.rank, work[members.doc] * members.share, topology.ranks // size)
+            beside += np.repeat(group_pairs, size) / size
+        programs = staged(q_layout, kv_layout, attention, topology, routing, prefetch, beside)
         parts = [Plan("hierarchical", attention, topology, q_layout, kv_layout, q_layout, kv_layout, *programs)]
     parts += head_parts
     if len(parts) == 1:
@@ -238,18 +214,6 @@ def _layouts(
     shares = members.doc, members.rank, members.share, attention.is_triangular
     layout = weighted(queries, ranks, *shares)
     return layout, layout if keys == queries else weighted(keys, ranks, *shares)
-
-
-def _head_split_pairs(
-    placement: Placement, queries: Documents, keys: Documents, topology: Topology, attention: AttentionConfig
-) -> np.ndarray:
-    """Return the visible pairs of documents with split heads that each rank computes, in pairs of all heads."""
-    pairs = queries.tree_sums(document_pairs(queries, keys, attention))
-    out = np.zeros(topology.ranks)
-    for size, members in placement.split.items():
-        group_pairs = np.bincount(members.rank, pairs[members.doc] * members.share, topology.ranks // size)
-        out += np.repeat(group_pairs, size) / size
-    return out
 
 
 def _step_order(parts: list[Plan], has_fetched: bool, direction: str) -> StepOrder:
@@ -277,21 +241,3 @@ def _step_order(parts: list[Plan], has_fetched: bool, direction: str) -> StepOrd
         order += [(part, 0) for part in beside if several or step == 0]
         order += [(0, first + step)] if has_fetched and first + step < in_turn[0] else []
     return (*order, *((0, step) for step in range(in_turn[0], steps[0])))
-
-
-def _layer_cost(
-    attention: AttentionConfig,
-    hidden_size: int | None,
-    ffn_hidden_size: int | None,
-    tensor_model_parallel_size: int,
-    sequence_parallel: bool = False,
-) -> LayerCost:
-    """Return the cost of the linear part of a layer."""
-    if hidden_size is None:
-        return LayerCost.for_attention(attention, tensor_model_parallel_size)
-    width = round(hidden_size * 8 / 3) if ffn_hidden_size is None else ffn_hidden_size
-    heads, kv_heads = attention.heads * tensor_model_parallel_size, attention.kv_heads * tensor_model_parallel_size
-    return LayerCost.from_sizes(
-        hidden_size, width, heads, kv_heads, attention.head_dim, attention.head_dim_v,
-        tensor_parallel=tensor_model_parallel_size, sequence_parallel=sequence_parallel,
-    )  # fmt: skip

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindspeed_cp.algorithms.kv_fetch.needs import needed_tokens
+from mindspeed_cp.algorithms.kv_fetch.needs import NeededTokens, needed_tokens
 from mindspeed_cp.layout import Layout, intersect_runs, join_runs, union_of_runs
 from mindspeed_cp.plan.problem import AttentionConfig
 from mindspeed_cp.plan.records import CONTENT, MESSAGE, ROW_RUN, Messages
@@ -131,51 +131,23 @@ def visible_blocks(q_layout: Layout, kv_layout: Layout, attention: AttentionConf
 def spans_seen_elsewhere(
     q_layout: Layout, kv_layout: Layout, attention: AttentionConfig
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the part of every block that the queries of some other rank see.
+    """Return the part of every block that the queries of some other rank see: what two ranks see, or one sees and
+    another owns.
 
     Returns:
         Token spans (records of dtype TOKEN_SPAN, in the order of the layout's spans), and for each the index of the
         layout's span that contains it.
     """
-    needed_by_rank = needed_tokens(q_layout, kv_layout, attention).rank_runs(kv_layout.ranks)
-    if q_layout.same_as(kv_layout) and q_layout.documents == kv_layout.documents:  # every query sees its own key
-        seen_by_two = _covered_twice(needed_by_rank)
-        seen = [seen_by_two] * kv_layout.ranks
-    else:
-        nothing = np.zeros((0, 2), np.int64)
-        seen = [
-            union_of_runs(np.concatenate([nothing, *needed_by_rank[:block], *needed_by_rank[block + 1 :]]))
-            for block in range(kv_layout.ranks)
-        ]
-    clipped = [clip_spans(kv_layout.rank_spans(block), seen[block]) for block in range(kv_layout.ranks)]
-    spans = np.concatenate([block_spans for block_spans, _ in clipped])
-    return spans, np.concatenate([index + kv_layout.span_offsets[block] for block, (_, index) in enumerate(clipped)])
-
-
-def clip_spans(spans: np.ndarray, runs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the intersection of token spans with runs of tokens.
-
-    Args:
-        spans: records of dtype TOKEN_SPAN in ascending token order.
-        runs: first and last-plus-one token of disjoint runs, int64 [runs, 2], ascending.
-
-    Returns:
-        Token spans in ascending order, and for each the index of the input span that contains it.
-    """
-    index, _, first, last = intersect_runs(spans["start"], spans["stop"], runs[:, 0], runs[:, 1])
-    out = spans[index]
-    out["start"], out["stop"] = first, last
-    return out, index
-
-
-def _covered_twice(run_lists: list[np.ndarray]) -> np.ndarray:
-    """Return the tokens that lie in the runs of at least two lists, as ascending runs."""
-    runs = np.concatenate(run_lists)
-    edges = np.concatenate([runs[:, 0], runs[:, 1]])
-    rise = np.repeat(np.array([1, -1]), len(runs))
+    needs, spans, tokens = needed_tokens(q_layout, kv_layout, attention), kv_layout.spans, kv_layout.documents.tokens
+    rank = np.concatenate([needs.taker, spans["rank"]])
+    first, last = np.concatenate([needs.first, spans["start"]]), np.concatenate([needs.last, spans["stop"]])
+    runs = NeededTokens.union(rank, first, last, tokens)  # seen or owned by each rank
+    edges = np.concatenate([runs.first, runs.last])
     order = np.argsort(edges, kind="stable")
-    edges, depth = edges[order], np.cumsum(rise[order])
-    if len(edges) < 2:
-        return np.zeros((0, 2), np.int64)
+    edges, depth = edges[order], np.cumsum(np.repeat([1, -1], len(runs.first))[order])
     inside = np.flatnonzero((depth[:-1] >= 2) & (edges[1:] > edges[:-1]))
-    return union_of_runs(np.stack([edges[inside], edges[inside + 1]], 1))
+    seen = union_of_runs(np.stack([edges[inside], edges[inside + 1]], 1))
+    index, _, start, stop = intersect_runs(spans["start"], spans["stop"], seen[:, 0], seen[:, 1])
+    out = spans[index]
+    out["start"], out["stop"] = start, stop
+    return out, index

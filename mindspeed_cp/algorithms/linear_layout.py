@@ -6,7 +6,7 @@ The redistribution is next to the projections of q, k and v, in one of two place
     "hidden"  linear layers (equal tokens) -> hidden -> redistribute -> projections, attention, projection
               -> redistribute back
 
-Both move the same rows, of different width (:func:`redistribution_widths`). With "hidden" the projections around
+Both move the same rows, of different width (:func:`cheapest_mode`). With "hidden" the projections around
 attention run on the rows of attention's layout, and are as balanced as attention is.
 """
 
@@ -17,7 +17,6 @@ from dataclasses import replace
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Layout, equal_token_layout
 from mindspeed_cp.plan.parts import combine, document_mask, select_layout
-from mindspeed_cp.plan.problem import AttentionConfig
 from mindspeed_cp.plan.program import Plan
 
 LINEAR_LAYOUT_MODES = ("qkv", "hidden")
@@ -105,35 +104,17 @@ def _with_rows_of(part: Plan, layout: Layout, kv_layout_in: Layout) -> Plan:
     return replace(part, layout=part_layout, kv_layout_in=kv_part_layout)
 
 
-def redistribution_widths(
-    attention: AttentionConfig, hidden_size: int, tensor_parallel_size: int = 1, sequence_parallel: bool = False
-) -> dict[str, float]:
-    """Return the elements that one moved row costs a tensor-parallel rank, there and back, by mode.
-
-    The number is the same in the forward and in the backward. "qkv" moves q, k and v of the rank's heads there and the
-    output back; the backward moves the gradient of the output there and those of q, k and v back. "hidden" moves hidden
-    states there and back. Every tensor-parallel rank moves whole hidden states, or its share of the rows under sequence
-    parallelism.
-
-    Args:
-        attention: attention of one tensor-parallel rank.
-        hidden_size: hidden size of the model.
-        tensor_parallel_size: number of tensor-parallel ranks.
-        sequence_parallel: the tensor-parallel ranks share the rows of hidden states.
-    """
-    query_width = attention.heads * (attention.head_dim + attention.head_dim_v)  # q and out
-    kv_width = attention.kv_row.channels
-    shares = tensor_parallel_size if sequence_parallel else 1
-    return {"qkv": query_width + kv_width, "hidden": 2 * hidden_size / shares}
-
-
 def cheapest_mode(plan: Plan, hidden_size: int, tensor_parallel_size: int = 1, sequence_parallel: bool = False) -> str:
     """Return the mode of :func:`with_linear_layout` that moves fewer bytes; "qkv" if both move the same number, or if
-    hidden states cannot move."""
-    if not can_move_hidden(plan):
-        return "qkv"
-    widths = redistribution_widths(plan.attention, hidden_size, tensor_parallel_size, sequence_parallel)
-    return min(LINEAR_LAYOUT_MODES, key=widths.__getitem__)
+    hidden states cannot move.
+
+    "qkv" moves q, k and v of the rank's heads there and the output back, and in the backward as many gradients.
+    "hidden" moves hidden states there and back. Every tensor-parallel rank moves whole hidden states, or its share of
+    the rows under sequence parallelism.
+    """
+    attention, shares = plan.attention, tensor_parallel_size if sequence_parallel else 1
+    qkv_width = attention.heads * (attention.head_dim + attention.head_dim_v) + attention.kv_row.channels
+    return "hidden" if can_move_hidden(plan) and 2 * hidden_size / shares < qkv_width else "qkv"
 
 
 def can_move_hidden(plan: Plan) -> bool:

@@ -22,7 +22,7 @@ import numpy as np
 
 from mindspeed_cp.algorithms.kv_blocks import KvBlocks, message_records, visible_blocks
 from mindspeed_cp.algorithms.layouts import LayoutName, build_layouts
-from mindspeed_cp.algorithms.split_local_block import halve_local_block
+from mindspeed_cp.algorithms.split_local_block import split_local_block
 from mindspeed_cp.layout import Documents, Layout
 from mindspeed_cp.plan.problem import AttentionConfig, Topology
 from mindspeed_cp.plan.program import Plan, Program
@@ -65,7 +65,8 @@ def ring_programs(queries: Layout, keys: Layout, attention: AttentionConfig) -> 
     documents, spans = keys.documents, blocks.spans
     forward = Program(forward_steps, capacity, queries, documents, attention, contents, spans, fetch, Messages.empty())
     if len(reduce):
-        contents, spans = halve_local_block(queries, keys, attention, contents, spans, backward_steps - 1)
+        halves = [(0, 0.5), (backward_steps - 1, 0.5)]
+        contents, spans = split_local_block(queries, keys, attention, contents, spans, halves)
     backward = Program(backward_steps, capacity, queries, documents, attention, contents, spans, fetch, reduce)
     return forward, backward
 

@@ -16,18 +16,6 @@ from mindspeed_cp.plan.records import CONTENT, sorted_contents
 LATE_SHARE = 0.25
 
 
-def halve_local_block(
-    queries: Layout,
-    keys: Layout,
-    attention: AttentionConfig,
-    contents: np.ndarray,
-    spans: np.ndarray,
-    last_step: int,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Compute about half of every local block in the last step; see :func:`split_local_block`."""
-    return split_local_block(queries, keys, attention, contents, spans, [(0, 0.5), (last_step, 0.5)])
-
-
 def split_local_block(
     queries: Layout,
     keys: Layout,
@@ -53,81 +41,52 @@ def split_local_block(
     """
     if attention.dropout > 0:
         return contents, spans
-    cuts = _Cuts(queries, keys, attention)
+    work, seen = _span_work(queries, keys, attention)
+    rows, work_before = keys.spans["stop"] - keys.spans["start"], np.concatenate([[0], np.cumsum(work)])
+
+    def position(begin: int, stop: int, share: float) -> tuple[int, int]:
+        """Return the span, and the row of it, before which a share of the work of spans begin .. stop-1 lies."""
+        before, total = int(work_before[begin]), int(work_before[stop]) - int(work_before[begin])
+        goal = before + int(total * share)
+        span = min(int(np.searchsorted(work_before, goal, "right")) - 1, stop - 1)
+        missing, most, seen_by = goal - int(work_before[span]), int(rows[span]), int(seen[span])
+        if attention.is_triangular:  # x keys of the span are seen x * seen - x * (x - 1) / 2 times
+            row = int(seen_by - np.sqrt(max(0, seen_by**2 - 2 * missing)))
+        else:
+            row = missing // max(1, seen_by)
+        if row < most // 8:  # nearly none, or all
+            return span, 0
+        return (span + 1, 0) if row > most - most // 8 or row == most else (span, row)
+
     ends = np.cumsum([share + np.zeros(keys.ranks) for _, share in shares], axis=0).T.tolist()
-    steps = [step for step, _ in shares]
-    local = [
-        content
-        for rank in np.flatnonzero(np.diff(keys.span_offsets)).tolist()
-        for content in cuts.contents_of(rank, steps, ends[rank][:-1])
-    ]
-    cut_spans = np.array(cuts.spans, np.int64)  # one for each cut
-    spans = np.insert(spans, cut_spans + 1, spans[cut_spans])
-    before_cut = cut_spans + np.arange(len(cut_spans))
-    spans["stop"][before_cut] = cuts.tokens
-    spans["start"][before_cut + 1] = cuts.tokens
+    local: list[tuple[int, ...]] = []  # contents
+    cut_spans: list[int] = []  # index of each span that is cut, ascending, and the token before which it is cut
+    tokens: list[int] = []
+    for rank in np.flatnonzero(np.diff(keys.span_offsets)).tolist():
+        begin, stop = int(keys.span_offsets[rank]), int(keys.span_offsets[rank + 1])
+        first, first_row = begin, 0  # span, and row of it, at which the next part begins
+        for (step, _), end in zip(shares, [*ends[rank][:-1], None], strict=True):
+            last, last_row = (stop, 0) if end is None else position(begin, stop, end)
+            if (last, last_row) <= (first, first_row):
+                continue
+            first_content = first + len(cut_spans)
+            if last_row:
+                cut_spans.append(last)
+                tokens.append(int(keys.spans["start"][last]) + last_row)
+            row = int(keys.span_first_rows[first]) + first_row
+            local.append((step, rank, 0, row, first_content, last + len(cut_spans) - first_content))
+            first, first_row = last, last_row
+    cuts = np.array(cut_spans, np.int64)
+    spans = np.insert(spans, cuts + 1, spans[cuts])
+    before_cut = cuts + np.arange(len(cuts))
+    spans["stop"][before_cut] = tokens
+    spans["start"][before_cut + 1] = tokens
     others = contents[contents["slot"] > 0].copy()
-    cuts_before = np.searchsorted(cut_spans, others["first"])
-    others["count"] += np.searchsorted(cut_spans, others["first"] + others["count"]) - cuts_before
+    cuts_before = np.searchsorted(cuts, others["first"])
+    others["count"] += np.searchsorted(cuts, others["first"] + others["count"]) - cuts_before
     others["first"] += cuts_before
     local_contents = np.array(local, CONTENT)
     return sorted_contents(np.concatenate([local_contents[local_contents["count"] > 0], others])), spans
-
-
-class _Cuts:
-    """Cuts of the local blocks, collected rank by rank.
-
-    Attributes:
-        spans, tokens: index of each span that is cut, ascending, and the token before which it is cut.
-    """
-
-    def __init__(self, queries: Layout, keys: Layout, attention: AttentionConfig) -> None:
-        self._keys, self._triangular = keys, attention.is_triangular
-        self._rows = keys.spans["stop"] - keys.spans["start"]
-        work, self._seen = _span_work(queries, keys, attention)
-        self._work_before = np.concatenate([[0], np.cumsum(work)])
-        self.spans: list[int] = []
-        self.tokens: list[int] = []
-
-    def contents_of(self, rank: int, steps: Sequence[int], ends: Sequence[float]) -> list[tuple[int, ...]]:
-        """Cut the block of a rank and return its contents.
-
-        Args:
-            rank: rank with a block.
-            steps: step of each part.
-            ends: share of the work before the end of each part but the last.
-        """
-        keys = self._keys
-        contents: list[tuple[int, ...]] = []
-        begin, stop = int(keys.span_offsets[rank]), int(keys.span_offsets[rank + 1])
-        first, first_row = begin, 0  # span, and row of it, at which the next part begins
-        for step, end in zip(steps, [*ends, None], strict=True):
-            last, last_row = (stop, 0) if end is None else self._position(begin, stop, end)
-            if (last, last_row) <= (first, first_row):
-                continue
-            first_content = first + len(self.spans)
-            if last_row:
-                self.spans.append(last)
-                self.tokens.append(int(keys.spans["start"][last]) + last_row)
-            row = int(keys.span_first_rows[first]) + first_row
-            contents.append((step, rank, 0, row, first_content, last + len(self.spans) - first_content))
-            first, first_row = last, last_row
-        return contents
-
-    def _position(self, begin: int, stop: int, share: float) -> tuple[int, int]:
-        """Return the span, and the row of it, before which a share of the work of spans begin .. stop-1 lies."""
-        before, total = int(self._work_before[begin]), int(self._work_before[stop]) - int(self._work_before[begin])
-        goal = before + int(total * share)
-        span = min(int(np.searchsorted(self._work_before, goal, "right")) - 1, stop - 1)
-        missing, rows = goal - int(self._work_before[span]), int(self._rows[span])
-        seen = int(self._seen[span])
-        if self._triangular:  # x keys of the span are seen x * seen - x * (x - 1) / 2 times
-            row = int(seen - np.sqrt(max(0, seen**2 - 2 * missing)))
-        else:
-            row = missing // max(1, seen)
-        if row < rows // 8:  # nearly none, or all
-            return span, 0
-        return (span + 1, 0) if row > rows - rows // 8 or row == rows else (span, row)
 
 
 def local_block_work(queries: Layout, keys: Layout, attention: AttentionConfig) -> np.ndarray:

@@ -1,41 +1,30 @@
 """Choice of the algorithm and options for given batches: plans of the candidates are built and simulated.
 
-A candidate is dropped as soon as it cannot be the fastest any more, by its seconds on earlier batches, a lower bound of
-the current batch (:mod:`.lower_bounds`) and the balanced lower bounds of later batches. The fastest is never dropped.
+A candidate is dropped as soon as it cannot be the fastest any more, by its seconds on earlier batches and the lower
+bounds of later ones (:func:`mindspeed_cp.cluster.compute.balanced_lower_bound`). The fastest is never dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
 from mindspeed_cp.algorithms.registry import ALGORITHMS
 from mindspeed_cp.choose.candidates import Candidate, default_candidates
-from mindspeed_cp.choose.lower_bounds import (
-    LowerBound,
-    balanced_lower_bound,
-    kv_fetch_lower_bound,
-    layout_lower_bound,
-    plan_lower_bound,
-)
 from mindspeed_cp.cluster.cluster import Cluster, cluster_of
-from mindspeed_cp.cluster.compute import ComputeCost, LayerCost
+from mindspeed_cp.cluster.compute import ComputeCost, LayerCost, balanced_lower_bound
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan.problem import AttentionConfig, Topology
-from mindspeed_cp.plan.program import REDUCE_BYTES, Plan
+from mindspeed_cp.plan.program import Plan
 from mindspeed_cp.schema.messages import short_repr
 from mindspeed_cp.schema.numbers import check_type
-from mindspeed_cp.simulate.memory import attention_bytes_upper_bound, attention_peak_bytes
+from mindspeed_cp.simulate.memory import attention_peak_bytes
 from mindspeed_cp.simulate.simulator import simulate_plan
 from mindspeed_cp.simulate.tile_work import COARSE_SPANS
 from mindspeed_cp.simulate.timeline import Timeline
-
-#: Algorithms whose ranks fetch keys from their owners, and those that pass keys around a ring. Both have a lower bound
-#: that needs no plan.
-KV_FETCH_ALGORITHMS, RING_ALGORITHMS = ("direct", "all_gather"), ("ring", "double_ring")
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,10 +33,7 @@ class CandidateTrial:
 
     Attributes:
         candidate: the algorithm and its options.
-        seconds: modelled seconds of one layer for each batch on which the candidate was simulated.
-        batches_tried: number of first batches on which it was tried: all, or those until it was dropped.
-        least_seconds: sum of its seconds on these batches; of the last one possibly a lower bound.
-        limited_by: what the lower bound of the last batch consists of; empty if that batch was simulated.
+        seconds: modelled seconds of one layer for each of the first batches: all, or those until it was dropped.
         timeline: of the first batch; None if it was not simulated.
         duplicate_of: an earlier candidate with the same plans.
         refused: why the candidate is impossible; None if it is possible.
@@ -55,16 +41,13 @@ class CandidateTrial:
 
     candidate: Candidate
     seconds: tuple[float, ...] = ()
-    batches_tried: int = 0
-    least_seconds: float = 0.0
-    limited_by: str = ""
     timeline: Timeline | None = field(default=None, repr=False)
     duplicate_of: Candidate | None = None
     refused: str | None = None
 
     def relative_to(self, chosen: CandidateTrial) -> float:
-        """Return the ratio of its least seconds to the chosen candidate's seconds on the batches it was tried on."""
-        return self.least_seconds / sum(chosen.seconds[: self.batches_tried])
+        """Return the ratio of its seconds to the chosen candidate's seconds on the batches it was tried on."""
+        return sum(self.seconds) / sum(chosen.seconds[: len(self.seconds)])
 
 
 @dataclass(frozen=True, eq=False)
@@ -161,30 +144,19 @@ class _TrialRunner:
         trial, plans, owners = CandidateTrial(candidate), [], set()
         try:
             for number, batch in enumerate(self._batches):
-                before, after = sum(trial.seconds), sum(self._balanced[number + 1 :])
-                for bound in self._bounds_without_plan(candidate, batch):
-                    if before + bound.seconds + after > self._best:
-                        return _dropped(trial, number, bound)
+                after = sum(self._balanced[number + 1 :])
                 plan = candidate.build_plan(batch, self._topology, self._cost.attention, self._options)
                 key = number, plan_key(plan) if candidate.algorithm == "hierarchical" else b""
                 owner, timeline = self._simulated.get(key, (candidate, None))
                 if timeline is None:
-                    bound = plan_lower_bound(plan, self._cost)
-                    if before + bound.seconds + after > self._best:
-                        return _dropped(trial, number, bound)
                     timeline = simulate_plan(plan, self._cost.cluster, self._cost.layer, COARSE_SPANS)
                     if candidate.algorithm == "hierarchical":
                         self._simulated[key] = candidate, timeline
                 owners.add(owner)
                 plans.append(plan)
-                trial = replace(
-                    trial,
-                    seconds=(*trial.seconds, timeline.total),
-                    batches_tried=number + 1,
-                    least_seconds=before + timeline.total,
-                    timeline=timeline if trial.timeline is None else trial.timeline,
-                )
-                if trial.least_seconds + after > self._best and after:
+                first = timeline if trial.timeline is None else trial.timeline
+                trial = replace(trial, seconds=(*trial.seconds, timeline.total), timeline=first)
+                if sum(trial.seconds) + after > self._best and after:
                     return trial
         except ConfigError as error:
             return replace(trial, refused=str(error))
@@ -196,32 +168,11 @@ class _TrialRunner:
             self._best = total
         return replace(trial, duplicate_of=owners.pop() if len(owners) == 1 and candidate not in owners else None)
 
-    def _bounds_without_plan(self, candidate: Candidate, batch: Documents) -> Iterator[LowerBound]:
-        options = candidate.all_options(self._options)
-        layout = options.get("layout", "zigzag")
-        if candidate.algorithm in KV_FETCH_ALGORITHMS:
-            size = REDUCE_BYTES[options.get("reduce_dtype") or "float32"]
-            yield kv_fetch_lower_bound(batch, self._topology, self._cost, layout, size)
-        elif candidate.algorithm in RING_ALGORITHMS:
-            yield layout_lower_bound(batch, self._topology.ranks, self._cost, layout)
-
 
 def memory_refusal(plans: Sequence[Plan], layer: LayerCost, memory: float) -> str | None:
     """Return an error text if one of the plans needs more than `memory` bytes on a rank in a layer, else None."""
-    element = layer.bytes_per_element
-    large = [plan for plan in plans if attention_bytes_upper_bound(plan, element).max() > memory]
-    peak = max((int(attention_peak_bytes(plan, element).max()) for plan in large), default=0)
+    peak = max(int(attention_peak_bytes(plan, layer.bytes_per_element).max()) for plan in plans)
     return f"holds {peak / 2**30:.3g} GiB in one layer; there are {memory / 2**30:.3g}" if peak > memory else None
-
-
-def _dropped(trial: CandidateTrial, number: int, bound: LowerBound) -> CandidateTrial:
-    """Return the trial of a candidate that is dropped at batch `number` by a lower bound."""
-    return replace(
-        trial,
-        batches_tried=number + 1,
-        least_seconds=sum(trial.seconds) + bound.seconds,
-        limited_by=bound.limited_by,
-    )
 
 
 def plan_key(plan: Plan) -> bytes:
@@ -270,10 +221,11 @@ def explain_choice(trials: Sequence[CandidateTrial]) -> tuple[str, str, str]:
         best.setdefault(trial.candidate.algorithm, trial)
     texts = []
     for trial in best.values():
-        text = f"{trial.candidate}: {'at least ' * bool(trial.limited_by)}{trial.relative_to(chosen):.2f} times as long"
-        if trial.batches_tried < count:
-            text += f" on the first {'batch' if trial.batches_tried == 1 else f'{trial.batches_tried} batches'}"
-        texts.append(text + (f" ({trial.limited_by} alone takes that)" if trial.limited_by else ""))
+        text = f"{trial.candidate}: {trial.relative_to(chosen):.2f} times as long"
+        tried = len(trial.seconds)
+        if tried < count:
+            text += f" on the first {'batch' if tried == 1 else f'{tried} batches'}"
+        texts.append(text)
     texts += [f"{trial.candidate}: {trial.refused}" for trial in others if trial.refused is not None]
     return choice, spent, "others: " + "; ".join(texts) if texts else "there is no other candidate"
 

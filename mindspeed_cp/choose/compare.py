@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from mindspeed_cp.choose.candidates import Candidate
-from mindspeed_cp.choose.lower_bounds import balanced_lower_bound
 from mindspeed_cp.cluster import Cluster, ComputeCost, LayerCost
+from mindspeed_cp.cluster.compute import balanced_lower_bound
 from mindspeed_cp.errors import ConfigError, PlanError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig, Topology
@@ -33,7 +33,6 @@ class SimulationCase:
         layer: linear part of the layer.
         source: description of the source of the lengths.
         notes: remarks on how the case represents a training.
-        sharing: sharing of links, as for :func:`mindspeed_cp.simulate.simulator.simulate_plan`.
         sizes: sizes of the model, for the options of algorithms that take them.
     """
 
@@ -44,7 +43,6 @@ class SimulationCase:
     layer: LayerCost
     source: str = ""
     notes: tuple[str, ...] = ()
-    sharing: str = "fair"
     sizes: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -136,10 +134,6 @@ class Comparison:
         """Return seconds as milliseconds, with as many digits as times of this case need: "136.53", "0.0912"."""
         return f"{seconds * 1e3:,.{2 if self.bound >= 1e-3 else 4}f}"
 
-    def named(self, name: str) -> AlgorithmResult | None:
-        """Return the result of this name, or None."""
-        return next((result for result in self.results if result.name == name), None)
-
     def __repr__(self) -> str:
         times = ", ".join(f"{result.name} {self.ms(result.metrics.seconds)} ms" for result in self.results)
         return f"Comparison({times}; modelled)"
@@ -181,7 +175,7 @@ def _simulate(
     seconds_by_cause: dict[str, float] = {}
     for batch in case.batches:
         plan = candidate.build_plan(batch, case.topology, case.attention, case.sizes)
-        timeline = simulate_plan(plan, case.cluster, case.layer, sharing=case.sharing)
+        timeline = simulate_plan(plan, case.cluster, case.layer)
         timelines = timelines or [timeline]
         waiting, exposed, sent = timeline.waiting, timeline.exposed, timeline.bytes_sent
         per_rank = (timeline.compute, timeline.linear, exposed, waiting - exposed, timeline.hidden, sent)
@@ -212,8 +206,6 @@ def _simulate(
 
 def _notes(case: SimulationCase, results: Sequence[AlgorithmResult]) -> tuple[str, ...]:
     notes, ranks, cluster = list(case.notes), case.topology.ranks, case.cluster
-    if case.sharing == "fifo":
-        notes.append("links are shared fifo: a message holds its place at a busy receiver; the default is fair")
     for result in results:
         if result.metrics.memory > cluster.memory:
             notes.append(

@@ -15,15 +15,14 @@ from mindspeed_cp.cluster import LayerCost, load_cluster
 from mindspeed_cp.cluster.cluster import DEFAULT_CLUSTER, cluster_of
 from mindspeed_cp.config import Settings
 from mindspeed_cp.config.candidates import SUITE_SECTION
-from mindspeed_cp.config.data import POOL
 from mindspeed_cp.config.derived import first_rows, mean_layer_cost, rank_attention
+from mindspeed_cp.config.sections import POOL
 from mindspeed_cp.config.settings import make_settings, override_settings
 from mindspeed_cp.data.lengths import length_names, sample_lengths
 from mindspeed_cp.errors import ConfigError, shortened
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig, Topology
 from mindspeed_cp.schema.yaml_file import SettingsFile, parse_settings, read_settings_file, with_value
-from mindspeed_cp.simulate.link_queues import LINK_SHARING
 
 #: The settings without a file.
 BUILT_IN = """
@@ -124,8 +123,6 @@ def read_case(options: SimulateOptions) -> tuple[SimulationCase, list[Candidate]
     Raises:
         ConfigError: an option or a setting is invalid; one line with its name, value and the valid values.
     """
-    if options.sharing not in LINK_SHARING:
-        raise ConfigError(f"--sharing {options.sharing!r}: valid: {', '.join(LINK_SHARING)}")
     file = _read_settings_file(options)
     check_lengths_given(options, file)
     settings = make_settings(file)
@@ -147,7 +144,6 @@ def read_case(options: SimulateOptions) -> tuple[SimulationCase, list[Candidate]
         layer,
         source,
         _notes(options, settings, topology),
-        options.sharing,
         sizes,
     )
     return case, read_algorithms(options.algorithms, own)
@@ -157,7 +153,7 @@ def layer_cost(file: SettingsFile, settings: Settings, attention: AttentionConfi
     """Return the cost of the linear part of a layer: that of the settings, or of a plain layer with this attention."""
     if has_linear_part(file):
         return mean_layer_cost(settings)
-    plain = LayerCost.for_attention(attention, settings.train.tensor_model_parallel_size)
+    plain = LayerCost.for_attention(attention, tensor_parallel=settings.train.tensor_model_parallel_size)
     return replace(plain, bytes_per_element=2 if settings.train.bf16 else 4)
 
 
@@ -165,7 +161,7 @@ def balance_notes(settings: Settings, shown: str) -> list[str]:
     """Return a note if a training with data.balance: pool may have other plans than what is shown."""
     if settings.data.balance != POOL:
         return []
-    return [f"data.balance: pool: {shown}; a training chooses replicas or pools in each step (docs/algorithms.md)"]
+    return [f"data.balance: pool: {shown}; a training chooses replicas or the pool in each step (docs/algorithms.md)"]
 
 
 def _read_settings_file(options: SimulateOptions) -> SettingsFile:
@@ -289,15 +285,11 @@ def _check_size(given: str, lengths: np.ndarray, ranks: int, tokens: int | None 
 
 def _rows(options: SimulateOptions, ranks: int, settings: Settings) -> tuple[tuple[Documents, ...], str]:
     """Return the first rows of a training."""
-    tokens_per_rank = options.tokens_per_rank
-    for option, value, key, setting in (
-        ("--tokens-per-rank", tokens_per_rank, "data.seq_length", (tokens_per_rank or 0) * ranks),
-        ("--seed", options.seed, "train.seed", options.seed),
-    ):
-        if value is not None:
-            raise ConfigError(
-                f"{option} {value}: the rows come from the training; give --set {key}={setting}, or --lengths too"
-            )
+    if options.tokens_per_rank is not None or options.seed is not None:
+        raise ConfigError(
+            "--tokens-per-rank, --seed: the rows come from the training; give --set data.seq_length=... or "
+            "train.seed=..., or --lengths too"
+        )
     batch_size = settings.train.global_batch_size
     count = min(batch_size, MAX_SAMPLE_ROWS) if options.batches is None else options.batches
     rows = tuple(first_rows(settings, count))

@@ -1,15 +1,13 @@
-"""Documents of `--lengths`: a set, a file, or numbers; of `--tree`; batches drawn from them; and what they may take."""
+"""Documents of `--lengths`: a set, a file, or numbers; batches drawn from them; and what they may take."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -29,10 +27,6 @@ MAX_RING_CHUNKS = 2**24  # chunks of documents over all ranks; also the most doc
 SHOWN = 40  # characters of a list of lengths in a message
 MAX_FILE_BYTES = 2**28  # of a file
 MENTIONED_BYTES = 2**31  # plans that take more are said to
-
-VALID_TREE = (
-    '{"lengths": [100, 20, 30], "parents": [-1, 0, 0]}, or {"trajectories": [[1, 2, 3], [1, 2, 4]]} with token numbers'
-)
 
 ADVICE = "give whole numbers >= 0, with spaces, commas or new lines between them"
 
@@ -181,45 +175,3 @@ def _parse_numbers(lines: Iterable[tuple[int | None, str]], name: str) -> np.nda
     if not lengths:
         raise ConfigError(f"{name}: there are no lengths in it; {ADVICE}")
     return np.array(lengths, np.int64)
-
-
-def read_trees(path: Path) -> Documents:
-    """Read the trees of a file, those of its lines one after the other.
-
-    Args:
-        path: a file of JSON lines, each with "lengths" and "parents" of documents, or with "trajectories", of which
-            shared prefixes are found.
-
-    Raises:
-        ConfigError: the file cannot be read, or a line is not of these; names the line.
-    """
-    try:
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError(f"--tree {path}: has {path.stat().st_size:,} bytes; valid: at most {MAX_FILE_BYTES:,}")
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--tree {path}: {error}; valid: a file of lines such as {VALID_TREE}") from None
-    lengths: list[int] = []
-    parents: list[int] = []
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            documents = _documents(json.loads(line))
-        except (ValueError, RecursionError, ConfigError) as error:
-            raise ConfigError(f"--tree {path}, line {number}: {error}") from None
-        parents += [parent + len(lengths) if parent >= 0 else -1 for parent in documents.parents.tolist()]
-        lengths += documents.lengths.tolist()
-    if not lengths:
-        raise ConfigError(f"--tree {path}: no document; valid: lines such as {VALID_TREE}")
-    return Documents(lengths, parents)
-
-
-def _documents(entry: Any) -> Documents:
-    """Return the documents of one line."""
-    keys = set(entry) if isinstance(entry, dict) else set()
-    if keys == {"trajectories"} and isinstance(entry["trajectories"], list):
-        return Documents.from_trajectories(entry["trajectories"], must_share=False).documents
-    if keys == {"lengths", "parents"} and all(isinstance(entry[key], list) for key in keys):
-        return Documents(entry["lengths"], entry["parents"])
-    raise ConfigError(f"{json.dumps(entry)[:60]} is not a tree; valid: {VALID_TREE}")

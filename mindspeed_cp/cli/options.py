@@ -91,12 +91,6 @@ class PlanOptions(CaseOptions):
     kv_lengths: Annotated[
         str | None, typer.Option(help="Cross-attention: lengths of each document's keys; full mask only.")
     ] = None
-    tree: Annotated[
-        Path | None,
-        typer.Option(
-            help="Documents that continue others: a file of lines with lengths and parents, or with trajectories."
-        ),
-    ] = None
     mask: Annotated[str, typer.Option(help="causal or full.")] = "causal"
     algorithm: Annotated[str | None, typer.Option(help="Name, as in the settings; its options are given by --set.")] = (
         None
@@ -122,14 +116,6 @@ class SimulateOptions(CaseOptions):
     algorithms: Annotated[
         str, typer.Option(help="all, or names with options after colons, such as ring,direct:prefetch=4")
     ] = "all"
-    sharing: Annotated[
-        str,
-        typer.Option(help="Sharing of links: fair, or fifo: first in, first out, a message waits at a busy receiver."),
-    ] = "fair"
-    show: Annotated[
-        str | None,
-        typer.Option(help="Names of the algorithms in --png and --trace. Default: the fastest and the even ring."),
-    ] = None
     trace: Annotated[Path | None, typer.Option(help="Write timelines for ui.perfetto.dev (JSON).")] = None
     choose: Annotated[
         bool, typer.Option("--choose", help="Try options of all algorithms too, and recommend one in three lines.")

@@ -16,7 +16,7 @@ from mindspeed_cp.cli.case import (
     read_batches,
     read_options,
 )
-from mindspeed_cp.cli.lengths import check_memory, read_lengths, read_numbers, read_trees, simulation_limit
+from mindspeed_cp.cli.lengths import check_memory, read_lengths, read_numbers, simulation_limit
 from mindspeed_cp.cli.options import PlanOptions, SimulateOptions
 from mindspeed_cp.config import Settings
 from mindspeed_cp.config.derived import rank_attention
@@ -80,16 +80,10 @@ def run(options: PlanOptions) -> int:
 
 
 def _settings_and_documents(options: PlanOptions, file: SettingsFile) -> tuple[Settings, Documents]:
-    """Return the settings, and the documents of --tree, of --lengths or of the first row of a training."""
-    if options.tree is not None and (options.lengths is not None or options.kv_lengths is not None):
-        raise ConfigError("--tree is given together with --lengths or --kv-lengths; valid: one of them")
-    given: Documents | None = None
-    if options.tree is not None:
-        given = read_trees(options.tree)
-    else:
-        check_lengths_given(options, file)
-        listed = None if options.lengths is None else read_lengths(options.lengths)
-        given = None if listed is None else Documents(listed)
+    """Return the settings, and the documents of --lengths or of the first row of a training."""
+    check_lengths_given(options, file)
+    listed = None if options.lengths is None else read_lengths(options.lengths)
+    given = None if listed is None else Documents(listed)
     if given is not None and not file.is_override("data.seq_length"):
         file = with_value(file, "data.seq_length", 2)  # nothing holds for rows of a training
     settings = make_settings(file)

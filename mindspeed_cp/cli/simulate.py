@@ -6,11 +6,10 @@ import json
 
 from mindspeed_cp.choose.candidates import Candidate
 from mindspeed_cp.choose.choose import Decision, choose_algorithm
-from mindspeed_cp.choose.compare import EVEN_RING, AlgorithmResult, Comparison, SimulationCase, compare_algorithms
+from mindspeed_cp.choose.compare import EVEN_RING, SimulationCase, compare_algorithms
 from mindspeed_cp.cli.case import read_case
 from mindspeed_cp.cli.lengths import check_memory
 from mindspeed_cp.cli.options import SimulateOptions
-from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.report.files import check_output_path, write_png
 from mindspeed_cp.report.simulation import conclusion, simulation_dict, simulation_tables
 from mindspeed_cp.report.text import print_tables, wrap_text
@@ -23,14 +22,12 @@ def run(options: SimulateOptions) -> int:
     for option, file, suffix in (("--png", options.png, ".png"), ("--trace", options.trace, ".json")):
         if file is not None:  # before the simulation
             check_output_path(option, file, [suffix])
-    if options.show is not None and options.png is None and options.trace is None:
-        raise ConfigError(f"--show {options.show}: applies to --png and --trace; give one of them, or leave --show out")
     case, candidates = read_case(options)
     for algorithm in dict.fromkeys(candidate.algorithm for candidate in (EVEN_RING, *candidates)):
         check_memory(max(case.batches, key=len), case.topology.ranks, algorithm)
     decision = choose(case, candidates) if options.choose else None
     comparison = compare_algorithms(case, candidates)
-    files, shown = {}, _shown(comparison, options.show)
+    files, shown = {}, list(dict.fromkeys((comparison.results[0], comparison.ring)))
     if options.png is not None:
         files["picture"] = str(write_png(comparison_figure(comparison, shown), options.png))
     if options.trace is not None:
@@ -59,27 +56,8 @@ def choose(case: SimulationCase, candidates: list[Candidate]) -> Decision:
     """Return what `algorithm: auto` takes for these batches, and add it to the algorithms to compare."""
     from mindspeed_cp.config.candidates import SAMPLE_ROWS
 
-    if case.sharing != "fair":
-        raise ConfigError(f"--choose: auto chooses with --sharing fair, not {case.sharing}; leave one of them out")
     decision = choose_algorithm(
         case.batches[:SAMPLE_ROWS], case.topology, case.attention, case.cluster, case.layer, options=dict(case.sizes)
     )
     candidates.append(decision.candidate)
     return decision
-
-
-def _shown(comparison: Comparison, show: str | None) -> list[AlgorithmResult]:
-    """Return the algorithms of --show, written as in --algorithms; a bare name is the first of that name."""
-    if show is None:
-        return list(dict.fromkeys((comparison.results[0], comparison.ring)))
-    shown: list[AlgorithmResult] = []
-    for word in (word.strip() for word in show.split(",") if word.strip()):
-        same_algorithm = (entry for entry in comparison.results if entry.candidate.algorithm == word)
-        entry = comparison.named(word) or next(same_algorithm, None)
-        if entry is None:
-            valid = ", ".join(entry.name for entry in comparison.results)
-            raise ConfigError(f"--show {show}: {word!r} was not simulated; valid: {valid}")
-        shown.append(entry)
-    if not shown:
-        raise ConfigError(f"--show {show!r}: names no algorithm; leave it out for the fastest and the even ring")
-    return list(dict.fromkeys(shown))

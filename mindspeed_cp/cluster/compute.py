@@ -9,7 +9,8 @@ import numpy as np
 
 from mindspeed_cp.cluster.cluster import Cluster
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.plan.problem import AttentionConfig
+from mindspeed_cp.layout import Documents
+from mindspeed_cp.plan.problem import AttentionConfig, document_pairs
 from mindspeed_cp.schema.messages import short_repr
 from mindspeed_cp.schema.numbers import check_count, check_type
 
@@ -106,26 +107,29 @@ class LayerCost:
         return LayerCost(qkv + out + ffn, hidden_size, qkv, out, shares, bytes_per_element)
 
     @staticmethod
-    def for_attention(attention: AttentionConfig, tensor_parallel: int = 1) -> LayerCost:
-        """Return the cost of a plain decoder layer with this attention: hidden size heads * head_dim and a gated FFN
-        8/3 as wide, as in LLaMA.
+    def for_attention(
+        attention: AttentionConfig,
+        hidden_size: int | None = None,
+        ffn_hidden_size: int | None = None,
+        tensor_parallel: int = 1,
+        sequence_parallel: bool = False,
+    ) -> LayerCost:
+        """Return the cost of a plain decoder layer with this attention and a gated FFN.
 
         Args:
             attention: attention of one tensor-parallel rank.
-            tensor_parallel: number of tensor-parallel ranks; all have the same number of heads.
+            hidden_size: default: heads * head_dim of the whole layer.
+            ffn_hidden_size: default: 8/3 of the hidden size, as in LLaMA.
+            tensor_parallel, sequence_parallel: as for :meth:`from_sizes`; all ranks have the same number of heads.
         """
         check_type("attention", attention, AttentionConfig, "AttentionConfig(...)")
         heads, kv_heads = attention.heads * tensor_parallel, attention.kv_heads * tensor_parallel
-        hidden = heads * attention.head_dim
+        hidden = heads * attention.head_dim if hidden_size is None else hidden_size
+        width = round(hidden * 8 / 3) if ffn_hidden_size is None or hidden_size is None else ffn_hidden_size
         return LayerCost.from_sizes(
-            hidden,
-            round(hidden * 8 / 3),
-            heads,
-            kv_heads,
-            attention.head_dim,
-            attention.head_dim_v,
-            tensor_parallel=tensor_parallel,
-        )
+            hidden, width, heads, kv_heads, attention.head_dim, attention.head_dim_v, tensor_parallel=tensor_parallel,
+            sequence_parallel=sequence_parallel,
+        )  # fmt: skip
 
 
 class ComputeCost:
@@ -189,3 +193,16 @@ class ComputeCost:
         fp64 of the same shape."""
         seconds_per_token = self.layer.flops(part) / (self.cluster.peak_flops * self.cluster.linear_efficiency)
         return np.asarray(tokens, np.float64) * seconds_per_token * (LINEAR_BACKWARD if backward else 1.0)
+
+
+def balanced_lower_bound(
+    documents: Documents, ranks: int, cost: ComputeCost, kv_documents: Documents | None = None
+) -> float:
+    """Return the bound in seconds of all plans of a batch: perfect balance, tiles as long as their documents, no
+    exposed communication; kv_documents: in cross-attention, lengths of the keys of each document."""
+    keys = documents if kv_documents is None else kv_documents
+    lengths = documents.tree_sums(documents.lengths)
+    pairs = documents.tree_sums(document_pairs(documents, keys, cost.attention))
+    shorter = np.minimum(lengths, keys.tree_sums(keys.lengths))
+    attention = cost.attention_seconds(pairs, shorter) * (1 + ATTENTION_BACKWARD)
+    return float((attention + cost.linear_layer_seconds(lengths) * (1 + LINEAR_BACKWARD)).sum()) / ranks

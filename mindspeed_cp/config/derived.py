@@ -11,8 +11,7 @@ from typing import Any
 from mindspeed_cp.algorithms import algorithm_options
 from mindspeed_cp.cluster import LayerCost, load_cluster
 from mindspeed_cp.cluster.cluster import DEFAULT_CLUSTER
-from mindspeed_cp.config.data import POOL
-from mindspeed_cp.config.sections import Sections
+from mindspeed_cp.config.sections import POOL, Sections
 from mindspeed_cp.config.suite import TOKEN_CAP_OPTION, SuiteSettings
 from mindspeed_cp.data import DocumentCost, PackedStream, open_corpus
 from mindspeed_cp.layout import Documents

@@ -7,8 +7,7 @@ from mindspeed_cp.data.corpus import (
     Corpus,
     FileCorpus,
     check_learnable,
-    corpus_digests,
-    different_documents,
+    corpus_digest,
     open_corpus,
     tokenize,
 )
@@ -31,8 +30,7 @@ __all__ = [
     "ReplicaBatch",
     "assign",
     "check_learnable",
-    "corpus_digests",
-    "different_documents",
+    "corpus_digest",
     "open_corpus",
     "tokenize",
 ]

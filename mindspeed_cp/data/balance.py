@@ -209,28 +209,19 @@ class DocumentCost:
     whole_documents: bool = False
     recomputed: tuple[int, int] = (0, 0)
 
-    def __call__(self, given: np.ndarray | Documents) -> np.ndarray:
-        """Return the seconds of each document, float64 [documents].
-
-        Args:
-            given: lengths, int64 [documents]; or documents, of which those that continue others also attend to these.
-        """
-        documents = given if isinstance(given, Documents) else Documents(given)
-        lengths = documents.lengths
+    def __call__(self, lengths: np.ndarray) -> np.ndarray:
+        """Return the seconds of each document, float64 [documents], from lengths, int64 [documents]."""
+        documents, tokens = Documents(lengths), lengths / self.ranks
         short = lengths if self.whole_documents else -(-lengths // self.ranks)
+        attention_forwards, linear_forwards = (1 + again for again in self.recomputed)
         total = np.zeros(len(lengths))
         for attention, layer in dict.fromkeys(self.layers):  # equal layers are computed once
             cost = ComputeCost(self.cluster, attention, layer)
             pairs = document_pairs(documents, documents, attention) / self.ranks
-            tokens = lengths / self.ranks
-            attention_forwards, linear_forwards = (1 + again for again in self.recomputed)
             seconds = cost.attention_seconds(pairs, short) * attention_forwards
             seconds = seconds + cost.attention_seconds(pairs, short, backward=True)
-            seconds = (
-                seconds
-                + cost.linear_layer_seconds(tokens) * linear_forwards
-                + cost.linear_layer_seconds(tokens, backward=True)
-            )
+            seconds = seconds + cost.linear_layer_seconds(tokens) * linear_forwards
+            seconds = seconds + cost.linear_layer_seconds(tokens, backward=True)
             total = total + seconds * self.layers.count((attention, layer))
         return total
 

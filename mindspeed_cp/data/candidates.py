@@ -110,7 +110,7 @@ def _candidates(problem: DispatchProblem) -> Iterator[DocumentGroups]:
     rows = [row for group in ordered for row in group]
     count = 0  # number of micro-batches in which documents are then arranged by cost
     if all(problem.tokens_of(row) <= problem.token_bound for row in rows):
-        for groups in (ordered, improve_by_rows(problem, assign_rows(problem, rows))):
+        for groups in (ordered, assign_rows(problem, rows)):
             if len(set(map(len, groups))) <= 1:
                 yield groups
             else:
@@ -119,7 +119,7 @@ def _candidates(problem: DispatchProblem) -> Iterator[DocumentGroups]:
     yield from with_equal_counts(problem, longest_first(problem))
     for packed in (fill_by_cost(problem, documents, count), best_fit_decreasing(problem, documents)):
         if packed is not None:
-            yield from with_equal_counts(problem, improve_by_rows(problem, assign_rows(problem, packed)))
+            yield from with_equal_counts(problem, assign_rows(problem, packed))
 
 
 def in_order(problem: DispatchProblem) -> DocumentGroups:
@@ -284,78 +284,3 @@ def _exchange(problem: DispatchProblem, documents: Row, partner_documents: Row, 
         rest.append(partner_documents[taken - 1])
         del grown[taken - 1]
     return (rest, grown) if rest else None
-
-
-def improve_by_rows(problem: DispatchProblem, groups: DocumentGroups) -> DocumentGroups:
-    """Swap whole micro-batches between the slowest replica and others, or single documents where none improves."""
-    times = [problem.replica_time(group) for group in groups]
-    for _ in range(MAX_EXCHANGES):
-        slowest, partners = _slowest_and_partners(times)
-        if times[slowest] <= problem.good_enough_time:
-            break
-        for partner in partners:
-            rows, partner_rows, gap = groups[slowest], groups[partner], times[slowest] - times[partner]
-            gain = _swap_rows(problem, rows, partner_rows, gap) or _swap_documents(problem, rows, partner_rows, gap)
-            if gain:
-                times[slowest] -= gain
-                times[partner] += gain
-                break
-        else:
-            break
-    return groups
-
-
-def _swap_rows(problem: DispatchProblem, rows: list[Row], partner_rows: list[Row], gap: int) -> int:
-    """Swap the two micro-batches that come nearest to closing the gap; return the time gained, 0 if none narrows it."""
-    swaps = [
-        (problem.time_of(row) - problem.time_of(partner_row), i, j)
-        for i, row in enumerate(rows)
-        for j, partner_row in enumerate(partner_rows)
-    ]
-    useful = [swap for swap in swaps if 0 < swap[0] < gap]
-    if not useful:
-        return 0
-    gain, i, j = min(useful, key=lambda swap: (abs(2 * swap[0] - gap), swap))
-    rows[i], partner_rows[j] = partner_rows[j], rows[i]
-    return gain
-
-
-def _swap_documents(problem: DispatchProblem, rows: list[Row], partner_rows: list[Row], gap: int) -> int:
-    """Move or swap the documents that come nearest to closing the gap and fit into the micro-batches; return the time
-    gained, 0 if none narrows the gap."""
-    best: tuple[int, int, int, int, int] | None = None  # remaining gap, row, row of the partner, indices of documents
-    for i, row in enumerate(rows):
-        room, costs, lengths = _room_costs_lengths(problem, row)
-        for j, partner_row in enumerate(partner_rows):
-            partner_room, partner_costs, partner_lengths = _room_costs_lengths(problem, partner_row)
-            # Column 0: a move, for which nothing comes back.
-            gain = costs[:, None] - np.append(0, partner_costs)
-            growth = lengths[:, None] - np.append(0, partner_lengths)
-            useful = (gain > 0) & (gain < gap) & (growth <= partner_room) & (-growth <= room)
-            if len(row) == 1:
-                useful[:, 0] = False  # a micro-batch keeps at least one document
-            if not useful.any():
-                continue
-            remaining = np.where(useful, np.abs(2 * gain - gap), np.iinfo(np.int64).max)
-            given, taken = divmod(int(np.argmin(remaining)), remaining.shape[1])
-            if best is None or int(remaining[given, taken]) < best[0]:
-                best = int(remaining[given, taken]), i, j, given, taken
-    if best is None:
-        return 0
-    _, i, j, given, taken = best
-    document = rows[i].pop(given)
-    gain = problem.costs[document]
-    if taken:
-        partner_document = partner_rows[j].pop(taken - 1)
-        rows[i].append(partner_document)
-        gain -= problem.costs[partner_document]
-    partner_rows[j].append(document)
-    return gain
-
-
-def _room_costs_lengths(problem: DispatchProblem, row: Row) -> tuple[int, np.ndarray, np.ndarray]:
-    """Return the tokens that still fit into a micro-batch, and costs and lengths of its documents, int64."""
-    costs, lengths = (
-        np.array([values[document] for document in row], np.int64) for values in (problem.costs, problem.lengths)
-    )
-    return problem.token_bound - int(lengths.sum()), costs, lengths

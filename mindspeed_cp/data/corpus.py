@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Protocol
@@ -76,24 +76,10 @@ def open_corpus(source: str | Path) -> FileCorpus:
         ConfigError: the source does not exist, it has no such file, or a line is not a JSON object with a "text".
     """
     if str(source) == STDLIB:
-        paths = find_files(sysconfig.get_path("stdlib"), (".py",), skip=NOT_STDLIB)
+        paths = _files_below(Path(sysconfig.get_path("stdlib")), (".py",), NOT_STDLIB)
     else:
-        paths = find_files(source, USER_SUFFIXES, f"{STDLIB!r}, ")
-    texts = [_text_of(content, name) if is_line else content for name, content, is_line in read_entries(paths)]
-    if not texts:
-        raise ConfigError(
-            f"corpus {printable_path(Path(source))}: has no document; its {JSON_LINES} files have no lines"
-        )
-    return FileCorpus(texts)
-
-
-def read_entries(paths: Sequence[Path]) -> Iterator[tuple[str, bytes, bool]]:
-    """Yield each line of .jsonl files that is not blank, with its name `path:line`, and each other file: name, content,
-    and True for a line.
-
-    Raises:
-        ConfigError: a file cannot be read, or they have more than MAX_BYTES in all.
-    """
+        paths = _files_of(source)
+    texts: list[bytes] = []
     total = 0
     for path in paths:
         shown = printable_path(path)
@@ -105,53 +91,46 @@ def read_entries(paths: Sequence[Path]) -> Iterator[tuple[str, bytes, bool]]:
                         f"{shown}: the corpus has more than {MAX_BYTES:,} bytes with this file, and each rank holds it "
                         "in memory; give a part of it, or train by Megatron's own scripts"
                     )
-                if path.suffix.lower() != JSON_LINES:
-                    yield shown, opened.read(), False
-                    continue
-                for number, line in enumerate(opened, 1):
-                    if line.strip():
-                        yield f"{shown}:{number}", line, True
+                if path.suffix.lower() == JSON_LINES:
+                    lines = ((number, line) for number, line in enumerate(opened, 1) if line.strip())
+                    texts += [_text_of(line, f"{shown}:{number}") for number, line in lines]
+                else:
+                    texts.append(opened.read())
         except OSError as error:
             raise ConfigError(f"{shown}: cannot be read ({error.strerror})") from None
+    if not texts:
+        raise ConfigError(
+            f"corpus {printable_path(Path(source))}: has no document; its {JSON_LINES} files have no lines"
+        )
+    return FileCorpus(texts)
 
 
-def find_files(
-    source: str | Path, suffixes: tuple[str, ...], valid: str = "", skip: frozenset[str] = frozenset()
-) -> list[Path]:
-    """Return a file, or the files below a folder, sorted by their path inside it.
-
-    Names that begin with a dot are left out. Links are followed; each folder is read once.
-
-    Args:
-        source: a file or a folder.
-        suffixes: suffixes of the files to read.
-        valid: what is valid in place of files, with a comma, for errors.
-        skip: names of folders that are left out.
-
-    Raises:
-        ConfigError: the source does not exist, or has no file with one of the suffixes.
-    """
-    root, either = Path(source).expanduser(), " or ".join(suffixes)
+def _files_of(source: str | Path) -> list[Path]:
+    """Return a file of the user, or the files below a folder; raise ConfigError if there is none to read."""
+    root, either = Path(source).expanduser(), " or ".join(USER_SUFFIXES)
     shown = f"corpus {printable_path(root)[:200]}"
     try:
         exists = str(source).strip() != "" and root.exists()
     except (OSError, ValueError) as error:  # a name that is too long, or has a NUL byte
         raise ConfigError(f"{shown}: {error}") from None
     if not exists:
-        raise ConfigError(f"{shown}: no such file or folder; valid: {valid}a {either} file, or a folder of them")
+        raise ConfigError(f"{shown}: no such file or folder; valid: {STDLIB!r}, a {either} file, or a folder of them")
     if root.is_dir():
-        paths = _files_below(root, suffixes, skip)
+        paths = _files_below(root, USER_SUFFIXES)
         if not paths:
             raise ConfigError(f"{shown}: no {either} file in this folder or the folders in it")
         return paths
-    if root.suffix.lower() not in suffixes:
+    if root.suffix.lower() not in USER_SUFFIXES:
         raise ConfigError(f"{shown}: suffix {root.suffix!r} is not read; valid: {either}, or a folder of them")
     if not root.is_file():
         raise ConfigError(f"{shown}: is no regular file; valid: {either}, or a folder of them")
     return [root]
 
 
-def _files_below(root: Path, suffixes: tuple[str, ...], skip: frozenset[str]) -> list[Path]:
+def _files_below(root: Path, suffixes: tuple[str, ...], skip: frozenset[str] = frozenset()) -> list[Path]:
+    """Return the files below a folder, sorted by their path inside it; names that begin with a dot and folders of
+    `skip` are left out. Links are followed; each folder is read once."""
+
     def refuse(error: OSError) -> None:
         raise ConfigError(f"corpus {printable_path(Path(error.filename))}: cannot be listed ({error.strerror})")
 
@@ -208,31 +187,18 @@ def _text_of(line: bytes, where: str) -> bytes:
         raise ConfigError(f"{where}: {problem}; mend the line") from None
 
 
-# Digests of what documents contain: equal lengths do not mean equal documents. A corpus has a few digests, each of
-# consecutive documents, which ranks compare at the start and a resumed run with its checkpoint. Rows are digested, too
-# (:class:`mindspeed_cp.data.stream.ReplicaBatch`).
+# Digests of what documents contain: equal lengths do not mean equal documents. Ranks compare that of the corpus at the
+# start, and a resumed run with its checkpoint. Rows are digested, too (:class:`mindspeed_cp.data.stream.ReplicaBatch`).
 
 DIGEST_BITS = 52  # ranks compare digests as float64, which holds integers of this size exactly
-GROUPS = 16  # digests of a corpus
 
 
-def corpus_digests(corpus: Corpus) -> list[str]:
-    """Return the digests of GROUPS runs of documents, each 16 hexadecimal digits."""
-    documents = len(corpus.lengths)
-    digests = [blake2b(digest_size=8) for _ in range(GROUPS)]
-    for document in range(documents):
-        digest = digests[document * GROUPS // documents]
-        digest.update(document.to_bytes(8, "little") + _as_bytes(corpus.tokens(document)))
-    return [digest.hexdigest() for digest in digests]
-
-
-def different_documents(digests: Sequence[str], others: Sequence[str], documents: int) -> str | None:
-    """Return where two corpora of equal lengths differ, "documents 120 to 239 of 300", or None if they do not."""
-    different = [group for group, pair in enumerate(zip(digests, others, strict=False)) if pair[0] != pair[1]]
-    if not different:
-        return None if len(digests) == len(others) else f"documents 0 to {documents - 1} of {documents}"
-    first, last = -(-different[0] * documents // GROUPS), -(-(different[-1] + 1) * documents // GROUPS) - 1
-    return f"{'document' if first == last else 'documents'} {first}{f' to {last}' * (first < last)} of {documents}"
+def corpus_digest(corpus: Corpus) -> str:
+    """Return the digest of all documents, 32 hexadecimal digits."""
+    digest = blake2b(np.asarray(corpus.lengths).astype("<i8").tobytes(), digest_size=16)
+    for document in range(len(corpus.lengths)):
+        digest.update(_as_bytes(corpus.tokens(document)))
+    return digest.hexdigest()
 
 
 def rows_digest(rows: Iterable[np.ndarray]) -> int:

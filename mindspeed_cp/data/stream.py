@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from mindspeed_cp.data.corpus import EOD, Corpus, different_documents, rows_digest
+from mindspeed_cp.data.corpus import EOD, Corpus, rows_digest
 from mindspeed_cp.data.dispatch import DispatchedBatch, Dispatcher
 from mindspeed_cp.data.packing import Packer
 from mindspeed_cp.errors import ConfigError
@@ -71,8 +71,8 @@ class PackedStream:
         seed: seed of the shuffle, at least 0.
         replica, replicas: index of this stream's replica, and number of replicas.
         lookahead: number of chunks from which a row is filled; more chunks fill rows better and change the order more.
-        contents: digests of the contents of the corpus (`corpus_digests`), which the state carries and a resumed stream
-            compares; by default only lengths are compared.
+        digest: that of the corpus (`corpus_digest`), which the state carries and a resumed stream compares; by default
+            that of its lengths alone.
 
     Raises:
         ConfigError: the corpus has no tokens.
@@ -87,17 +87,16 @@ class PackedStream:
         replicas: int = 1,
         *,
         lookahead: int = LOOKAHEAD,
-        contents: Sequence[str] = (),
+        digest: str | None = None,
     ) -> None:
         lengths = np.ascontiguousarray(corpus.lengths, np.int64)
         if lengths.sum() < 1:
             raise ConfigError(f"the corpus has {len(lengths)} documents and no tokens; give one with some")
         self.corpus, self.context, self.seed = corpus, context, seed
         self.replica, self.replicas = replica, replicas
-        self._contents = list(contents)
         self._packer = Packer(lengths, context, seed, lookahead)
         self._fixed = {
-            "corpus": hashlib.sha256(lengths.astype("<i8").tobytes()).hexdigest(),
+            "corpus": digest or hashlib.sha256(lengths.astype("<i8").tobytes()).hexdigest(),
             "context": context,
             "seed": seed,
             "lookahead": lookahead,
@@ -164,16 +163,14 @@ class PackedStream:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state: numbers and digests of the corpus, for JSON; equal on every replica."""
-        state = {**self._fixed, **self._packer.state_dict(), "rows": self._rows}
-        return state | {"contents": self._contents} if self._contents else state
+        """Return the state: numbers and a digest of the corpus, for JSON; equal on every replica."""
+        return {**self._fixed, **self._packer.state_dict(), "rows": self._rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly where `state` was taken, with any number of replicas.
 
         Raises:
-            ConfigError: the state is for another corpus, context, seed or lookahead. A state without digests of the
-                contents fits any corpus of the same lengths.
+            ConfigError: the state is for another corpus, context, seed or lookahead.
         """
         for name, value in self._fixed.items():
             was = state[name]
@@ -181,21 +178,12 @@ class PackedStream:
                 continue
             if name == "corpus":
                 raise ConfigError(
-                    "data.corpus: has other documents than the saved run had (their number or their lengths differ); "
-                    "put the old ones back to go on, or give another output.folder to start anew"
+                    "data.corpus: has other documents than the saved run had; put the old ones back to go on, or give "
+                    "another output.folder to start anew"
                 )
             raise ConfigError(
                 f"{name} = {value}: the saved run had {format_value(was)}; resume with the same, or start without a "
                 "checkpoint"
-            )
-        saved = state.get("contents")
-        where = (
-            different_documents(self._contents, saved, len(self.corpus.lengths)) if saved and self._contents else None
-        )
-        if where is not None:
-            raise ConfigError(
-                "data.corpus: has other contents than the saved run had, in documents of the same lengths: among "
-                f"{where}; put the old ones back to go on, or give another output.folder to start anew"
             )
         self._packer.load_state_dict(state)
         self._rows = state["rows"]

@@ -11,7 +11,7 @@ import numpy as np
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout.blocks import Blocks, checked_blocks
-from mindspeed_cp.layout.host_arrays import as_integers
+from mindspeed_cp.layout.runs import as_integers
 from mindspeed_cp.layout.trees import Trees, TreeTargets, checked_parents, shared_prefixes, tree_targets
 from mindspeed_cp.schema.numbers import is_int
 

@@ -1,4 +1,4 @@
-"""Runs of consecutive integers [first, last plus one): concatenate, join, unite and intersect."""
+"""Arrays of integers: runs [first, last plus one) are concatenated, joined, united and intersected."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import heapq
 import math
 from collections.abc import Sequence
 from itertools import chain, repeat
+from typing import Any
 
 import numpy as np
+
+from mindspeed_cp.errors import ConfigError
 
 #: Rows src_row .. src_row + rows - 1 of a source become rows dst_row .. dst_row + rows - 1 of a target.
 ROW_RUN = np.dtype([(name, np.int64) for name in ("src_row", "dst_row", "rows")])
@@ -97,6 +100,22 @@ def intersect_runs(
     first, last = np.maximum(a_first[a], b_first[b]), np.minimum(a_last[a], b_last[b])
     nonempty = last > first
     return a[nonempty], b[nonempty], first[nonempty], last[nonempty]
+
+
+def as_integers(name: str, values: Any, dims: int, shape: str = "") -> np.ndarray:
+    """Convert to int64 with 1 to `dims` dimensions, or raise ConfigError, which names the valid shape."""
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"{name} is a {type(values).__name__} that NumPy cannot read ({' '.join(str(error).split())}); valid: "
+            "integers on the host: an array, a list, or tensor.cpu()"
+        ) from None
+    is_integer = np.issubdtype(array.dtype, np.integer) or array.size == 0
+    if not is_integer or not 1 <= array.ndim <= dims:
+        valid = shape or ("one dimension" if dims == 1 else "shape [tokens] or [rows, tokens]")
+        raise ConfigError(f"{name} is {array.dtype} of shape {list(array.shape)}; valid: integers of {valid}")
+    return array.astype(np.int64)
 
 
 # assign_to_least_loaded: how documents find a rank, and micro-batches a replica.

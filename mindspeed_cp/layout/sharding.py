@@ -36,13 +36,7 @@ def zigzag(documents: Documents, ranks: int, doc_ranks: DocRanks | None = None) 
     Raises:
         ConfigError: `ranks` is not positive, or the ranks of a document are none, repeated or out of range.
     """
-    check_type("documents", documents, Documents)
-    check_count("ranks", ranks, most=2**31 - 1)
-    if doc_ranks is None:
-        first = np.arange(ranks)
-        return _on_all_ranks(documents, np.stack([first, 2 * ranks - 1 - first], 1))
-    doc, member, size, rank = _members(documents, ranks, doc_ranks)
-    return _from_chunks(documents, ranks, rank, doc, np.stack([member, 2 * size - 1 - member]), 2 * size)
+    return _in_chunks(documents, ranks, doc_ranks, True)
 
 
 def contiguous(documents: Documents, ranks: int, doc_ranks: DocRanks | None = None) -> Layout:
@@ -51,12 +45,7 @@ def contiguous(documents: Documents, ranks: int, doc_ranks: DocRanks | None = No
     Work is balanced for full masks; under a causal mask the last rank has about twice the mean. Arguments and errors as
     for :func:`zigzag`.
     """
-    check_type("documents", documents, Documents)
-    check_count("ranks", ranks, most=2**31 - 1)
-    if doc_ranks is None:
-        return _on_all_ranks(documents, np.arange(ranks)[:, None])
-    doc, member, size, rank = _members(documents, ranks, doc_ranks)
-    return _from_chunks(documents, ranks, rank, doc, member[None], size)
+    return _in_chunks(documents, ranks, doc_ranks, False)
 
 
 def row_zigzag(documents: Documents, ranks: int) -> Layout:
@@ -160,6 +149,24 @@ def _join_touching(spans: np.ndarray) -> np.ndarray:
     return out
 
 
+def _in_chunks(documents: Documents, ranks: int, doc_ranks: DocRanks | None, mirrored: bool) -> Layout:
+    """Cut documents into as many equal chunks as ranks share each, one for each rank; mirrored: into twice as many, for
+    each rank one and its mirror image."""
+    check_type("documents", documents, Documents)
+    check_count("ranks", ranks, most=2**31 - 1)
+    if doc_ranks is None:
+        first = np.arange(ranks)
+        return _on_all_ranks(documents, np.stack([first, 2 * ranks - 1 - first], 1) if mirrored else first[:, None])
+    doc, member, size, rank = _members(documents, ranks, doc_ranks)
+    chunk, chunks = (np.stack([member, 2 * size - 1 - member]), 2 * size) if mirrored else (member[None], size)
+    length, offset = documents.lengths[doc], documents.offsets[doc]
+    spans = np.empty(chunk.shape, TOKEN_SPAN)
+    spans["rank"], spans["doc"] = rank, doc
+    spans["start"] = offset + chunk * length // chunks
+    spans["stop"] = offset + (chunk + 1) * length // chunks
+    return from_spans(documents, ranks, spans.reshape(-1))
+
+
 def _on_all_ranks(documents: Documents, chunks: np.ndarray) -> Layout:
     """Give all documents to all ranks; `chunks` has the ascending chunk numbers of each rank, [ranks, chunks each]."""
     ranks, per_rank = chunks.shape
@@ -195,16 +202,3 @@ def _members(
             f"valid: one or more distinct ranks from 0 to {ranks - 1}"
         )
     return doc, ragged_arange(np.zeros_like(size), size), size[doc], rank
-
-
-def _from_chunks(
-    documents: Documents, ranks: int, rank: np.ndarray, doc: np.ndarray, chunk: np.ndarray, chunks: np.ndarray
-) -> Layout:
-    """Build the layout in which members (rank, doc) take chunks `chunk` [chunks each, members] of `chunks`
-    [members]."""
-    length, offset = documents.lengths[doc], documents.offsets[doc]
-    spans = np.empty(chunk.shape, TOKEN_SPAN)
-    spans["rank"], spans["doc"] = rank, doc
-    spans["start"] = offset + chunk * length // chunks
-    spans["stop"] = offset + (chunk + 1) * length // chunks
-    return from_spans(documents, ranks, spans.reshape(-1))

@@ -22,8 +22,7 @@ from typing import Any
 import numpy as np
 
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.layout.host_arrays import as_integers
-from mindspeed_cp.layout.runs import ragged_arange
+from mindspeed_cp.layout.runs import as_integers, ragged_arange
 from mindspeed_cp.schema.numbers import check_count, check_type
 
 
@@ -252,38 +251,30 @@ def shared_prefixes(
     empty = next((i for i, tokens in enumerate(listed) if not len(tokens)), None)
     if empty is not None:
         raise ConfigError(f"trajectories[{empty}] has no tokens; valid: 1 token or more; leave it out")
-    lengths, parents, tokens, tree_tokens = _trees_of(listed, min_shared)
+    lengths: list[int] = []
+    parents: list[int] = []
+    runs: list[np.ndarray] = []
+    paths: list[list[np.ndarray]] = [[] for _ in listed]
+    tokens = 0
+    open_groups = [(group, 0, -1) for group in reversed(_grouped(listed, range(len(paths)), 0, min_shared))]
+    while open_groups:
+        group, start, parent = open_groups.pop()
+        stop = _shared_until(listed, group, start)
+        node = len(lengths)
+        lengths.append(stop - start)
+        parents.append(parent)
+        runs.append(listed[group[0]][start:stop])
+        for number in group:
+            paths[number].append(np.arange(tokens, tokens + stop - start))
+        tokens += stop - start
+        going_on = [number for number in group if len(listed[number]) > stop]
+        open_groups += [(below, stop, node) for below in reversed(_grouped(listed, going_on, stop, 1))]
     if must_share and len(lengths) == len(listed) and max(parents) < 0:
         least = "token" if min_shared == 1 else f"{min_shared} tokens"
         raise ConfigError(
             f"trajectories: no two of the {len(listed)} begin with the same {least}; valid: trajectories that share "
             "prefixes, or for separate documents Documents(lengths); must_share=False takes any"
         )
-    return lengths, parents, tokens, tree_tokens
-
-
-def _trees_of(
-    trajectories: Sequence[np.ndarray], min_shared: int
-) -> tuple[list[int], list[int], np.ndarray, list[np.ndarray]]:
-    """Do as `shared_prefixes`."""
-    lengths: list[int] = []
-    parents: list[int] = []
-    runs: list[np.ndarray] = []
-    paths: list[list[np.ndarray]] = [[] for _ in trajectories]
-    tokens = 0
-    open_groups = [(group, 0, -1) for group in reversed(_grouped(trajectories, range(len(paths)), 0, min_shared))]
-    while open_groups:
-        group, start, parent = open_groups.pop()
-        stop = _shared_until(trajectories, group, start)
-        node = len(lengths)
-        lengths.append(stop - start)
-        parents.append(parent)
-        runs.append(trajectories[group[0]][start:stop])
-        for number in group:
-            paths[number].append(np.arange(tokens, tokens + stop - start))
-        tokens += stop - start
-        going_on = [number for number in group if len(trajectories[number]) > stop]
-        open_groups += [(below, stop, node) for below in reversed(_grouped(trajectories, going_on, stop, 1))]
     return lengths, parents, np.concatenate(runs), [np.concatenate(path) for path in paths]
 
 

@@ -233,9 +233,11 @@ def _layout_error(plan: Plan, name: str, noun: str) -> str | None:
     for index, (part, layout) in enumerate(zip(plan.parts, layouts, strict=True)):
         if layout.ranks != whole.ranks:
             return f"part {index} is for {layout.ranks} ranks, the plan for {whole.ranks}"
-        rank = _first_different_rank(layout, select_layout(whole, document_mask(part)))
-        if rank is not None:
-            return f"rank {rank}: {name} of part {index} differs from the plan's rows of its documents"
+        expected = select_layout(whole, document_mask(part))
+        spans, others = (from_spans(x.documents, x.ranks, x.spans).spans for x in (layout, expected))
+        for rank in range(layout.ranks) if not np.array_equal(spans, others) else ():
+            if not np.array_equal(spans[spans["rank"] == rank], others[others["rank"] == rank]):
+                return f"rank {rank}: {name} of part {index} differs from the plan's rows of its documents"
     return None
 
 
@@ -273,15 +275,3 @@ def _renumbered(spans: np.ndarray, source: Documents, target: Documents) -> np.n
     out["start"] += shift
     out["stop"] += shift
     return out
-
-
-def _first_different_rank(layout: Layout, expected: Layout) -> int | None:
-    """Return the first rank that has different tokens in two layouts, or None."""
-    spans, expected_spans = (from_spans(x.documents, x.ranks, x.spans).spans for x in (layout, expected))
-    if np.array_equal(spans, expected_spans):
-        return None
-    return next(
-        rank
-        for rank in range(layout.ranks)
-        if not np.array_equal(spans[spans["rank"] == rank], expected_spans[expected_spans["rank"] == rank])
-    )

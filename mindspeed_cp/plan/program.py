@@ -15,6 +15,7 @@ therefore at the head of the queues of both its ends, and a dead-lock is impossi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,13 +23,14 @@ import numpy as np
 
 from mindspeed_cp.layout import Documents, Layout, Redistribution, ragged_arange
 from mindspeed_cp.layout.documents import MAX_TOKENS
+from mindspeed_cp.layout.runs import group_starts
 from mindspeed_cp.plan.problem import AttentionConfig, Topology
 from mindspeed_cp.plan.records import TILE, Messages
 from mindspeed_cp.plan.tiles import count_pairs, tiles_between
 
-#: Limit of query spans x contents for which tiles are derived in one batch.
-SPANS_PER_BATCH = 2**13
-
+#: Limits of a pass in which tiles are derived: spans of queries and keys, and under windows, where rows of tiles are
+#: counted one by one, tokens of all documents.
+SPANS_PER_PASS, WINDOW_TOKENS_PER_PASS = 2**14, 2**21
 
 #: Types in which gradients of keys and values may travel, and bytes of an element.
 REDUCE_BYTES = {"float32": 4, "bfloat16": 2}
@@ -83,58 +85,68 @@ class Program:
 
     def tiles(self, rank: int) -> np.ndarray:
         """Derive the tiles of one rank, records of dtype TILE sorted by (step, slot, q_row); not cached."""
-        return self.tiles_of(rank, self.contents_of(rank))[0]
+        return np.concatenate([np.empty(0, TILE), *(tiles for tiles, _ in self.tile_passes(self.contents_of(rank)))])
 
-    def tiles_of(self, rank: int, contents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Derive the tiles of some contents of a rank.
+    def tile_passes(self, contents: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Derive the tiles of contents, which may be of several ranks, in a few passes.
 
-        Returns:
-            Records of dtype TILE [tiles], content by content, and the index in `contents` of each, int64 [tiles].
+        Yields:
+            Records of dtype TILE, content by content, and the index in `contents` of each, int64 [tiles].
         """
-        q_spans = self.q_layout_compute.rank_spans(rank)
-        if not len(contents) or not len(q_spans):
-            return np.empty(0, TILE), np.empty(0, np.int64)
-        tokens = max(self.q_layout_compute.documents.tokens, self.kv_documents.tokens, 1)
-        batch = max(1, min(SPANS_PER_BATCH // len(q_spans), MAX_TOKENS // tokens))
-        begins = range(0, len(contents), batch)
-        derived = [self._tiles(q_spans, contents[i : i + batch]) for i in begins]
-        return (
-            np.concatenate([tiles for tiles, _ in derived]),
-            np.concatenate([index + i for i, (_, index) in zip(begins, derived, strict=True)]),
+        queries, documents = self.q_layout_compute, self.q_layout_compute.documents
+        tokens = np.full(len(contents), documents.tokens)
+        if documents.is_plain and len(contents):
+            doc = self.spans["doc"][ragged_arange(contents["first"], contents["count"])]
+            content = np.repeat(np.arange(len(contents)), contents["count"])
+            first = group_starts(content, doc)
+            lengths = np.maximum(documents.lengths, self.kv_documents.lengths)[doc[first]]
+            tokens = np.bincount(content[first], lengths, len(contents)).astype(np.int64)
+        most = MAX_TOKENS if self.attention.window is None else WINDOW_TOKENS_PER_PASS
+        spans_of_content = np.diff(queries.span_offsets)[contents["rank"]] + contents["count"]
+        spans_before, tokens_before = (np.append(0, np.cumsum(x)) for x in (spans_of_content, np.minimum(tokens, most)))
+        begin = 0
+        while begin < len(contents):
+            limits = (spans_before, spans_before[begin] + SPANS_PER_PASS), (tokens_before, tokens_before[begin] + most)
+            end = max(begin + 1, min(int(np.searchsorted(before, limit, "right")) - 1 for before, limit in limits))
+            tiles, content = self._tiles(contents[begin:end])
+            yield tiles, begin + content
+            begin = end
+
+    def _tiles(self, contents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Derive the tiles of some contents as those of a batch that has a document for each document of each content,
+        or in trees and with blocks a copy of all documents for each."""
+        queries, documents, keys = self.q_layout_compute, self.q_layout_compute.documents, self.kv_documents
+        k_spans = self.spans[ragged_arange(contents["first"], contents["count"])]
+        q_count = np.diff(queries.span_offsets)[contents["rank"]]
+        q_index = ragged_arange(queries.span_offsets[contents["rank"]], q_count)
+        # (content, document) as one number, ascending: of each span, and of each document of the new batch.
+        k_pair, q_pair = (
+            np.repeat(np.arange(len(contents)), count) * len(documents) + spans["doc"]
+            for spans, count in ((k_spans, contents["count"]), (queries.spans[q_index], q_count))
         )
-
-    def _tiles(self, q_spans: np.ndarray, contents: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Derive the tiles of some contents in one pass, as tiles of a batch with one copy of all documents for each
-        content."""
-        documents, keys = self.q_layout_compute.documents, self.kv_documents
-        if len(contents) == 1:
-            tiles = tiles_between(q_spans, self.spans_in(contents[0]), documents, self.attention, keys)
-            tiles["step"], tiles["slot"] = contents["step"], contents["slot"]
-            tiles["k_row"] += contents["row"]
-            return tiles, np.zeros(len(tiles), np.int64)
-        copies, copy = len(contents), np.repeat(np.arange(len(contents)), contents["count"])
-        k_spans = _in_copies(self.spans[ragged_arange(contents["first"], contents["count"])], copy, keys)
-        rows = np.bincount(copy, k_spans["stop"] - k_spans["start"], copies).astype(np.int64)
-        k_rows = np.cumsum(rows) - rows
-        q_rows = int((q_spans["stop"] - q_spans["start"]).sum())
-        q_spans = _in_copies(np.tile(q_spans, copies), np.repeat(np.arange(copies), len(q_spans)), documents)
-        copied = documents.copies(copies)
-        copied_keys = copied if keys == documents else keys.copies(copies)
+        if documents.is_plain:
+            pairs = k_pair[group_starts(k_pair)]
+            doc = pairs % len(documents)
+            copied, copied_keys = Documents(documents.lengths[doc]), Documents(keys.lengths[doc])
+            seen = np.isin(q_pair, pairs)
+            q_index, q_pair = q_index[seen], q_pair[seen]
+        else:
+            pairs = np.arange(len(contents) * len(documents))
+            copied = copied_keys = documents.copies(len(contents))
+        q_spans = _renumbered(queries.spans[q_index], np.searchsorted(pairs, q_pair), documents, copied)
+        k_spans = _renumbered(k_spans, np.searchsorted(pairs, k_pair), keys, copied_keys)
         tiles = tiles_between(q_spans, k_spans, copied, self.attention, copied_keys)
-        copy = tiles["doc"] // len(documents)
-        tiles["doc"] -= copy * len(documents)
-        tiles["k_doc"] -= copy * len(documents)
-        tiles["q_row"] -= copy * q_rows
-        tiles["k_row"] += contents["row"][copy] - k_rows[copy]
-        tiles["step"], tiles["slot"] = contents["step"][copy], contents["slot"][copy]
-        return tiles, copy
-
-    def pairs_per_step(self, rank: int) -> np.ndarray:
-        """Count the visible (query, key) pairs that a rank computes in each step, int64 [steps]."""
-        tiles = self.tiles(rank)
-        pairs = np.zeros(self.steps, np.int64)
-        np.add.at(pairs, tiles["step"], count_pairs(tiles, self.attention))
-        return pairs
+        content = pairs[tiles["doc"]] // len(documents)
+        q_rows, k_rows = (np.cumsum(spans["stop"] - spans["start"]) for spans in (q_spans, k_spans))
+        if len(tiles):  # rows of the rank and of the slot, instead of those of the new batch
+            span = np.searchsorted(q_rows, tiles["q_row"], "right")
+            tiles["q_row"] += (queries.span_first_rows[q_index] + q_spans["stop"] - q_spans["start"] - q_rows)[span]
+            first = np.cumsum(contents["count"]) - contents["count"]
+            rows_before = (k_rows - k_spans["stop"] + k_spans["start"])[first]
+            tiles["k_row"] += (contents["row"] - rows_before)[content]
+        tiles["doc"], tiles["k_doc"] = pairs[tiles["doc"]] % len(documents), pairs[tiles["k_doc"]] % len(documents)
+        tiles["step"], tiles["slot"] = contents["step"][content], contents["slot"][content]
+        return tiles, content
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,11 +242,12 @@ class Plan:
 
     def work_of(self, rank: int) -> np.ndarray:
         """Return visible (query, key) pairs x query heads of one rank in each step of `step_order()`, fp64 [steps]."""
-        heads = self.attention.heads
-        part_work = [
-            part.forward.pairs_per_step(rank) * np.diff(part.q_layout_compute.head_range(rank, heads)).astype(float)
-            for part in self.parts_or_self
-        ]  # pairs alone may have 62 bits
+        heads, part_work = self.attention.heads, []
+        for part in self.parts_or_self:
+            tiles, pairs = part.forward.tiles(rank), np.zeros(part.forward.steps, np.int64)
+            np.add.at(pairs, tiles["step"], count_pairs(tiles, self.attention))
+            first, last = part.q_layout_compute.head_range(rank, heads)
+            part_work.append(pairs * float(last - first))  # pairs alone may have 62 bits
         return np.array([part_work[part][step] for part, step in self.step_order()], np.float64)
 
     def work(self) -> np.ndarray:
@@ -250,10 +263,11 @@ class Plan:
         )
 
 
-def _in_copies(spans: np.ndarray, copy: np.ndarray, documents: Documents) -> np.ndarray:
-    """Renumber spans of documents to spans of the copies given, in a batch of copies of all documents."""
+def _renumbered(spans: np.ndarray, new_doc: np.ndarray, documents: Documents, copied: Documents) -> np.ndarray:
+    """Renumber spans of documents to spans of the documents `new_doc` of another batch, of equal lengths."""
     out = spans.copy()
-    out["doc"] += copy * len(documents)
+    shift = copied.offsets[new_doc] - documents.offsets[spans["doc"]]
+    out["doc"] = new_doc
     for name in ("start", "stop"):
-        out[name] += copy * documents.tokens
+        out[name] += shift
     return out

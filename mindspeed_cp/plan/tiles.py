@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from mindspeed_cp.layout import Documents, intersect_runs, ragged_arange
+from mindspeed_cp.layout import Documents, intersect_runs, ragged_arange, union_of_runs
 from mindspeed_cp.layout.blocks import Blocks
 from mindspeed_cp.layout.runs import concatenate_records
 from mindspeed_cp.plan.problem import AttentionConfig
@@ -338,22 +338,10 @@ def number_keys_read(tiles: np.ndarray) -> tuple[np.ndarray, dict[tuple[int, int
     borders = np.concatenate([[0], np.flatnonzero(changes) + 1, [len(tiles)]]).tolist()
     for begin, end in pairwise(borders):
         group = tiles[begin:end]
-        first, count = joined_runs(group["k_row"], group["k_rows"])
+        runs = union_of_runs(np.stack([group["k_row"], group["k_row"] + group["k_rows"]], 1))
+        first, count = runs[:, 0], runs[:, 1] - runs[:, 0]
         run = np.searchsorted(first, group["k_row"], "right") - 1
         rows_before = np.cumsum(count) - count
         out["k_row"][begin:end] = group["k_row"] - first[run] + rows_before[run]
         rows_read[int(group["step"][0]), int(group["slot"][0])] = first, count
     return out, rows_read
-
-
-def joined_runs(first: np.ndarray, count: np.ndarray) -> Runs:
-    """Return the rows that are in any of some runs, as runs that neither overlap nor touch.
-
-    Args:
-        first, count: first row and number of rows of each run, in any order, int64 [runs] each.
-    """
-    order = np.argsort(first, kind="stable")
-    first, last = first[order], np.maximum.accumulate((first + count)[order])
-    begins = np.flatnonzero(np.append(True, first[1:] > last[:-1]))
-    ends = np.append(begins[1:], len(first)) - 1
-    return first[begins], last[ends] - first[begins]

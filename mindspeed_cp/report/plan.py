@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_cp.choose.lower_bounds import balanced_lower_bound
 from mindspeed_cp.cluster import ComputeCost, LayerCost, cluster_of, load_cluster
+from mindspeed_cp.cluster.compute import balanced_lower_bound
 from mindspeed_cp.plan import AttentionConfig, Plan, peak_bytes, traffic
 from mindspeed_cp.plan.program import DIRECTIONS
 from mindspeed_cp.report.text import (

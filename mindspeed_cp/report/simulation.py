@@ -79,7 +79,6 @@ def simulation_dict(comparison: Comparison) -> dict[str, Any]:
         "head_dim": case.attention.head_dim,
         "hidden_size": case.layer.hidden_size,
         "bytes_per_element": case.layer.bytes_per_element,
-        "sharing": case.sharing,
         "lengths": case.source,
         "batches": [{"documents": len(batch), "tokens": batch.tokens} for batch in case.batches],
         "bound": comparison.bound,

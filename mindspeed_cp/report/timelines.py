@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mindspeed_cp.choose.compare import AlgorithmResult, Comparison
-from mindspeed_cp.choose.lower_bounds import balanced_lower_bound
 from mindspeed_cp.cluster import ComputeCost
+from mindspeed_cp.cluster.compute import balanced_lower_bound
 from mindspeed_cp.plan import Plan
 from mindspeed_cp.report.files import drawn_text, new_figure
 from mindspeed_cp.report.simulation import conclusion

@@ -1,8 +1,8 @@
 """Traces for ui.perfetto.dev and chrome://tracing: what every rank computes, sends and receives, and when.
 
-A trace is a list of events, of a simulated layer (:func:`timeline_recording`) or of a real step. In the file a rank is
-a process, and "compute", "send" and "receive" are threads of it. Viewers draw overlapping events of one thread wrongly,
-so they get threads of their own: "receive", "receive 2".
+A trace is a list of events of a simulated layer (:func:`timeline_recording`). In the file a rank is a process, and
+"compute", "send" and "receive" are threads of it. Viewers draw overlapping events of one thread wrongly, so they get
+threads of their own: "receive", "receive 2".
 
 The format is the JSON object format of Chrome's trace events: complete events ("ph": "X") with times in microseconds,
 and metadata ("ph": "M") that names processes and threads.
@@ -75,34 +75,29 @@ class Recording:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
-def write_trace(path: str | Path, recordings: Sequence[Recording], above: Sequence[Mapping[str, Any]] = ()) -> Path:
+def write_trace(path: str | Path, recordings: Sequence[Recording]) -> Path:
     """Write recordings to one file, the ranks of each below those of the one before; all begin at time 0.
 
     Args:
         path: JSON file to write.
         recordings: at least one.
-        above: entries of "traceEvents" of another trace with one recording, shown above the others.
 
     Raises:
         ConfigError: the path has another suffix, or the file cannot be written.
     """
     target = check_output_path("--trace", path, (".json",))
-    return write_atomically("--trace", target, lambda new: new.write_text(trace_text(recordings, above), "utf-8"))
-
-
-def trace_text(recordings: Sequence[Recording], above: Sequence[Mapping[str, Any]] = ()) -> str:
-    """Return the text of a trace file; arguments as in :func:`write_trace`."""
     content = {
         "displayTimeUnit": "ms",
         "otherData": {recording.name: dict(recording.metadata) for recording in recordings},
-        "traceEvents": [*above, *trace_events(recordings, int(bool(above)))],
+        "traceEvents": list(trace_events(recordings)),
     }
-    return json.dumps(content, separators=(",", ":"), ensure_ascii=False)
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False)
+    return write_atomically("--trace", target, lambda new: new.write_text(text, "utf-8"))
 
 
-def trace_events(recordings: Iterable[Recording], first: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield the entries of "traceEvents" of recordings that are numbered from `first` on."""
-    for number, recording in enumerate(recordings, first):
+def trace_events(recordings: Iterable[Recording]) -> Iterator[dict[str, Any]]:
+    """Yield the entries of "traceEvents"."""
+    for number, recording in enumerate(recordings):
         of_rank: dict[int, dict[str, list[TraceEvent]]] = {}
         for event in recording.events:
             of_rank.setdefault(event.rank, {}).setdefault(event.thread, []).append(event)

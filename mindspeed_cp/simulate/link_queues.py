@@ -1,16 +1,11 @@
 """Queues of a cluster's links: in-node links or ports, and NICs, which ranks may share.
 
 A link serves messages in the order of steps, and within a step in the order in which both ends have posted them. The
-`sharing` mode says how the sender's and the receiver's link of a message depend on each other:
-
-* "fair": they are independent. A message has arrived when both links have served it, and a message of a later step may
-  use a gap in which a link was idle. This models links on which messages advance together in small packets (NVLink,
-  HCCS, RDMA): a sender whose receiver is busy continues with other receivers. Every link finishes all of its bytes
-  when it would with fair shares. On NICs that ranks share, messages of a step advance together
-  (see below); elsewhere a single message may be early.
-* "fifo": the receiver's link may begin with a message when the sender's link has begun. A message that has left the
-  sender waits at a busy receiver, so that senders that start with the same receiver delay each other. This models
-  large TCP windows, as in the emulated cluster of `benchmarks/results/clusters.md`.
+sender's and the receiver's link of a message are independent: it has arrived when both links have served it, and a
+message of a later step may use a gap in which a link was idle. This models links on which messages advance together in
+small packets (NVLink, HCCS, RDMA): a sender whose receiver is busy continues with other receivers. Every link finishes
+all of its bytes when it would with fair shares. On NICs that ranks share, messages of a step advance together (see
+below); elsewhere a single message may be early.
 """
 
 from __future__ import annotations
@@ -18,11 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from mindspeed_cp.cluster.cluster import Cluster
-from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout.runs import group_starts
-
-#: Valid sharing modes.
-LINK_SHARING = ("fair", "fifo")
 
 
 class LinkQueues:
@@ -31,7 +22,6 @@ class LinkQueues:
     Args:
         cluster: speeds and latencies.
         nodes: number of nodes, of `cluster.ranks_per_node` ranks each.
-        sharing: "fair" or "fifo".
 
     Attributes:
         kind_of_link: "out", "in", "nic out", "nic in" or "pair" for each link, [links].
@@ -39,15 +29,9 @@ class LinkQueues:
         free_at: seconds from which each link is free, fp64 [links].
         idle_gap: (begin, end) of the last gap in which each link was idle, fp64 [links, 2].
         busy_seconds: seconds that each link has served, fp64 [links].
-
-    Raises:
-        ConfigError: `sharing` is invalid.
     """
 
-    def __init__(self, cluster: Cluster, nodes: int, sharing: str = "fair") -> None:
-        if sharing not in LINK_SHARING:
-            raise ConfigError(f"sharing is {sharing!r}; valid: {', '.join(LINK_SHARING)}")
-        self.sharing = sharing
+    def __init__(self, cluster: Cluster, nodes: int) -> None:
         self.cluster, self.nodes, self.ranks_per_node = cluster, nodes, cluster.ranks_per_node
         ranks, nics = nodes * self.ranks_per_node, nodes * cluster.nics_per_node
         pairs = ranks * self.ranks_per_node if cluster.fabric == "mesh" else 0
@@ -60,7 +44,7 @@ class LinkQueues:
         self.free_at = np.zeros(len(self.rate))
         self.idle_gap = np.zeros((len(self.rate), 2))
         self.busy_seconds = np.zeros(len(self.rate))
-        self._ranks_share_nics = sharing == "fair" and nics < ranks
+        self._ranks_share_nics = nics < ranks
 
     def serve(
         self, src: np.ndarray, dst: np.ndarray, size: np.ndarray, posted: np.ndarray
@@ -77,14 +61,12 @@ class LinkQueues:
         src_link = np.where(in_node, first["out"] + src, first["nic out"] + cluster.nic_of(src))
         dst_link = np.where(in_node, first["in"] + dst, first["nic in"] + cluster.nic_of(dst))
         begin, sent = self._pass(src_link, size, posted)
-        ready = begin if self.sharing == "fifo" else posted
         if cluster.fabric == "mesh":  # the pair's own link, beside the limit on the sum of a rank's links
             local = np.flatnonzero(in_node)
             pair_link = first["pair"] + src[local] * self.ranks_per_node + dst[local] % self.ranks_per_node
             begin[local], passed = self._pass(pair_link, size[local], posted[local])
             sent[local] = np.maximum(sent[local], passed)
-            ready = np.where(in_node, posted, ready)
-        _, received = self._pass(dst_link, size, ready)
+        _, received = self._pass(dst_link, size, posted)
         latency = np.where(in_node, cluster.in_node_latency, cluster.network_latency)
         return begin, np.maximum(sent, received) + latency
 
@@ -97,7 +79,7 @@ class LinkQueues:
         first = group_starts(link)
         used = link[first]
         free, gap = self.free_at[used], self.idle_gap[used]
-        begun, ended = _serve_in_turns(first, ready, seconds, free, gap, self.sharing == "fair")
+        begun, ended = _serve_in_turns(first, ready, seconds, free, gap)
         self.free_at[used], self.idle_gap[used] = free, gap
         if self._ranks_share_nics:  # messages on NICs advance together
             nics = slice(*np.searchsorted(link, [self.first_of_kind["nic out"], self.first_of_kind["pair"]]))
@@ -108,7 +90,7 @@ class LinkQueues:
 
 
 def _serve_in_turns(
-    first: np.ndarray, ready: np.ndarray, seconds: np.ndarray, free: np.ndarray, gap: np.ndarray, notes_gaps: bool
+    first: np.ndarray, ready: np.ndarray, seconds: np.ndarray, free: np.ndarray, gap: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Serve each message after those before it on its link, or in the last gap in which its link was idle if it fits
     there.
@@ -120,7 +102,7 @@ def _serve_in_turns(
         first: index of the first message of each link; messages are sorted by link.
         ready, seconds: when each message may begin, and how long it takes.
         free: when each link is free, fp64 [links]; written.
-        gap: (begin, end) of that gap of each link, fp64 [links, 2]; written if `notes_gaps`.
+        gap: (begin, end) of that gap of each link, fp64 [links, 2]; written.
 
     Returns:
         When each message begins to pass and when it has passed, fp64 [messages].
@@ -146,10 +128,9 @@ def _serve_in_turns(
         fits = in_gap + seconds[turn] <= gap_end[links]
         begun[turn] = np.where(fits, in_gap, after)
         ended[turn] = begun[turn] + seconds[turn]
-        if notes_gaps:
-            new_gap = after > free_before
-            gap_begin[links] = np.where(fits, ended[turn], np.where(new_gap, free_before, gap_begin_before))
-            gap_end[links] = np.where(~fits & new_gap, after, gap_end[links])
+        new_gap = after > free_before
+        gap_begin[links] = np.where(fits, ended[turn], np.where(new_gap, free_before, gap_begin_before))
+        gap_end[links] = np.where(~fits & new_gap, after, gap_end[links])
         free_of[links] = np.where(fits, free_before, ended[turn])
         begin = end
     free[most_first] = free_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from mindspeed_cp.plan.program import DIRECTIONS, Plan
+from mindspeed_cp.plan.program import Plan
 from mindspeed_cp.plan.transfers import GRADIENT_BYTES
 from mindspeed_cp.plan.verify.memory import peak_bytes
 
@@ -44,31 +44,3 @@ def expanded_bytes(plan: Plan, direction: str, bytes_per_element: int) -> np.nda
         rows = getattr(part, direction).capacity.max(1, initial=0)
         out = np.maximum(out, rows * heads * (attention.head_dim + attention.head_dim_v) * element)
     return out
-
-
-def attention_bytes_upper_bound(plan: Plan, bytes_per_element: int = 2) -> np.ndarray:
-    """Return an upper bound of :func:`attention_peak_bytes` that is fast to compute, int64 [ranks].
-
-    It assumes that every message is staged at both ends at the same time, that all slots have gradients, and that the
-    results of redistributions are kept twice.
-    """
-    attention, element = plan.attention, bytes_per_element
-    width, kv_row = attention.head_dim + attention.head_dim_v, attention.kv_row
-    out = np.zeros(plan.ranks, np.float64)
-    for layout, channels in ((plan.layout, attention.heads * width), (plan.kv_layout_in, kv_row.channels)):
-        out += layout.token_counts * channels * 8.0 * element
-    for part in plan.parts_or_self:
-        kv_width = part.kv_layout_compute.head_counts(kv_row.heads) * (kv_row.dim + kv_row.dim_v)
-        q_rows = part.q_layout_compute.token_counts * part.q_layout_compute.head_counts(attention.heads)
-        kv_rows = part.kv_layout_compute.token_counts
-        out += (q_rows * width + kv_rows * kv_width) * 4.0 * (element + GRADIENT_BYTES)
-        out += q_rows * (GRADIENT_BYTES * width + GRADIENT_BYTES)
-        for program in (part.forward, part.backward):
-            out += program.capacity.sum(1) * kv_width * float(element + GRADIENT_BYTES)
-            for messages in (program.fetch, program.reduce):
-                items = messages.items
-                for end in ("src", "dst"):
-                    rows = np.bincount(items[end], items["rows"], plan.ranks)
-                    out += rows * kv_width.max(initial=0) * float(element + GRADIENT_BYTES)
-    out += np.maximum(*(expanded_bytes(plan, direction, element) for direction in DIRECTIONS))
-    return out.astype(np.int64)

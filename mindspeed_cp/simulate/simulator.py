@@ -34,7 +34,6 @@ def simulate_plan(
     cluster: Cluster | str,
     layer: LayerCost | None = None,
     max_exact_spans: int = SIMULATED_SPANS,
-    sharing: str = "fair",
 ) -> Timeline:
     """Simulate one layer: attention forward, linear layers forward and backward, attention backward.
 
@@ -44,11 +43,9 @@ def simulate_plan(
         layer: linear part of the layer; default: :meth:`LayerCost.for_attention`.
         max_exact_spans: number of key spans up to which the tiles of every rank are counted; in larger plans some
             ranks represent their neighbours.
-        sharing: "fair" or "fifo" (:mod:`.link_queues`).
 
     Raises:
-        ConfigError: The cluster's nodes have fewer ranks than the plan's, there is no such cluster, or `sharing` is
-            invalid.
+        ConfigError: The cluster's nodes have fewer ranks than the plan's, or there is no such cluster.
     """
     check_type("plan", plan, Plan, "what build_plan returns")
     cluster = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
@@ -64,7 +61,7 @@ def simulate_plan(
         table = transfers(plan, direction, cost.layer.bytes_per_element, cost.layer.hidden_row_bytes)
         if len(table) and int(table["done"].max()) >= step_count(plan, direction):
             raise ConfigError(f"plan {plan.algorithm}: a transfer is due after the last step")
-        links = LinkQueues(cost.cluster, plan.topology.nodes, sharing)
+        links = LinkQueues(cost.cluster, plan.topology.nodes)
         steps, timed = simulate_direction(with_projections(kernels, linear, plan), table, links, begin)
         projections = 0.0 if plan.linear_layout is None else linear.before + linear.after
         compute = compute + ((steps[:, :, 1] - steps[:, :, 0]).sum(1) - projections)

@@ -8,10 +8,9 @@ from itertools import pairwise
 import numpy as np
 
 from mindspeed_cp.cluster.compute import ComputeCost
-from mindspeed_cp.layout import Documents, ragged_arange
-from mindspeed_cp.layout.documents import MAX_TOKENS
+from mindspeed_cp.layout import ragged_arange
 from mindspeed_cp.plan.program import Plan, Program
-from mindspeed_cp.plan.tiles import count_pairs, tiles_between
+from mindspeed_cp.plan.tiles import count_pairs
 from mindspeed_cp.plan.transfers import edge_steps, steps_of_parts
 
 #: Key spans in the forward up to which the tiles of all ranks are counted. Larger plans, with many documents cut over
@@ -20,12 +19,6 @@ SIMULATED_SPANS = 2**20
 
 #: The same limit where a choice must be fast.
 COARSE_SPANS = 2**16
-
-#: Spans of queries and keys whose tiles are derived in one pass.
-SPANS_PER_PASS = 2**14
-
-#: Tokens of all documents of a pass where rows of tiles are counted one by one.
-WINDOW_TOKENS_PER_PASS = 2**21
 
 #: Least number of ranks that are counted if some ranks represent others.
 MIN_COUNTED_RANKS = 4
@@ -132,111 +125,26 @@ class TileCounter:
 
 
 def count_contents(program: Program, contents: np.ndarray) -> np.ndarray:
-    """Count the tiles of contents of any ranks in a few passes.
-
-    Args:
-        program: a direction of a plan.
-        contents: records of dtype CONTENT, sorted by rank.
-
-    Returns:
-        Records of dtype CONTENT_WORK [contents].
-    """
-    queries = program.q_layout_compute
-    if not queries.documents.is_plain:
-        return _count_by_rank(program, contents)
-    q_count = np.diff(queries.span_offsets)[contents["rank"]]
-    most = MAX_TOKENS if program.attention.window is None else WINDOW_TOKENS_PER_PASS
-    tokens = np.minimum(_tokens_of_documents(program, contents), most)
-    spans_before, tokens_before = (np.append(0, np.cumsum(x)) for x in (q_count + contents["count"], tokens))
-    out, begin = np.zeros(len(contents), CONTENT_WORK), 0
-    while begin < len(contents):
-        limits = (spans_before, spans_before[begin] + SPANS_PER_PASS), (tokens_before, tokens_before[begin] + most)
-        end = max(begin + 1, min(int(np.searchsorted(before, limit, "right")) - 1 for before, limit in limits))
-        out[begin:end] = _count_pass(program, contents[begin:end])
-        begin = end
-    return out
-
-
-def _tokens_of_documents(program: Program, contents: np.ndarray) -> np.ndarray:
-    """Return the sum of the lengths of the documents of each content, int64 [contents]."""
-    spans = program.spans[ragged_arange(contents["first"], contents["count"])]
-    content = np.repeat(np.arange(len(contents)), contents["count"])
-    new = np.append(True, (spans["doc"][1:] != spans["doc"][:-1]) | (content[1:] != content[:-1]))[: len(spans)]
-    lengths = np.maximum(program.q_layout_compute.documents.lengths, program.kv_documents.lengths)
-    return np.bincount(content[new], lengths[spans["doc"][new]], len(contents)).astype(np.int64)
-
-
-def _count_pass(program: Program, contents: np.ndarray) -> np.ndarray:
-    """Do as `count_contents` in one pass: as tiles of a batch that has a document for each document of each content."""
-    queries, documents, keys = program.q_layout_compute, program.q_layout_compute.documents, program.kv_documents
-    k_spans = program.spans[ragged_arange(contents["first"], contents["count"])]
-    k_key = np.repeat(np.arange(len(contents)), contents["count"]) * len(documents) + k_spans["doc"]
-    q_count = np.diff(queries.span_offsets)[contents["rank"]]
-    q_spans = queries.spans[ragged_arange(queries.span_offsets[contents["rank"]], q_count)]
-    q_key = np.repeat(np.arange(len(contents)), q_count) * len(documents) + q_spans["doc"]
-    pairs = k_key[np.append(True, k_key[1:] != k_key[:-1])[: len(k_key)]]  # (content, document), ascending
-    q_pair, k_pair = (np.minimum(np.searchsorted(pairs, key), max(len(pairs) - 1, 0)) for key in (q_key, k_key))
-    seen = pairs[q_pair] == q_key if len(pairs) else np.zeros(len(q_key), bool)
-    content, doc = np.divmod(pairs, max(len(documents), 1))
-    copied, copied_keys = Documents(documents.lengths[doc]), Documents(keys.lengths[doc])
-    tiles = tiles_between(
-        _renumbered(q_spans[seen], q_pair[seen], documents, copied),
-        _renumbered(k_spans, k_pair, keys, copied_keys),
-        copied,
-        program.attention,
-        copied_keys,
-    )
-    return _sums(tiles, content[tiles["doc"]], len(contents), program)
-
-
-def _count_by_rank(program: Program, contents: np.ndarray) -> np.ndarray:
-    """Do as `count_contents` for trees and blocks, rank by rank."""
+    """Count the tiles of contents of any ranks; return records of dtype CONTENT_WORK [contents]."""
     out = np.zeros(len(contents), CONTENT_WORK)
-    first, last = (np.searchsorted(contents["rank"], np.arange(program.ranks), side) for side in ("left", "right"))
-    for rank, (begin, end) in enumerate(zip(first.tolist(), last.tolist(), strict=True)):
-        if end > begin:
-            tiles, of_tile = program.tiles_of(rank, contents[begin:end])
-            tiles["k_row"] += of_tile * int((tiles["k_row"] + tiles["k_rows"]).max(initial=0))  # apart by content
-            out[begin:end] = _sums(tiles, of_tile, end - begin, program)
+    for tiles, content in program.tile_passes(contents):
+        pairs = count_pairs(tiles, program.attention).astype(np.float64)
+        short_side = np.minimum(tiles["q_rows"], tiles["k_rows"])
+        out["pairs"] += np.bincount(content, pairs, len(contents))
+        out["pairs_per_short_row"] += np.bincount(content, pairs / short_side, len(contents))
+        np.bitwise_or.at(out["masks"], content, 1 << tiles["mask"])
+        if program.attention.latent is not None:
+            out["keys_read"] += _keys_read(tiles, content, len(contents))
     return out
 
 
-def _sums(tiles: np.ndarray, of_tile: np.ndarray, contents: int, program: Program) -> np.ndarray:
-    """Return the work of each content, records of dtype CONTENT_WORK.
-
-    Args:
-        tiles: records of dtype TILE; rows of different contents have different numbers.
-        of_tile: content of each tile, int64 [tiles].
-        contents: number of contents.
-        program: program of the tiles.
-    """
-    count = count_pairs(tiles, program.attention).astype(np.float64)
-    short_side = np.maximum(np.minimum(tiles["q_rows"], tiles["k_rows"]), 1)
-    out = np.zeros(contents, CONTENT_WORK)
-    out["pairs"] = np.bincount(of_tile, count, contents)
-    out["pairs_per_short_row"] = np.bincount(of_tile, count / short_side, contents)
-    np.bitwise_or.at(out["masks"], of_tile, 1 << tiles["mask"])
-    if program.attention.latent is not None:
-        out["keys_read"] = _keys_read(tiles, of_tile, contents)
-    return out
-
-
-def _keys_read(tiles: np.ndarray, of_tile: np.ndarray, contents: int) -> np.ndarray:
-    """Count the rows that any tile of a content reads; contents have different rows. Returns fp64 [contents]."""
-    order = np.argsort(tiles["k_row"], kind="stable")
-    last = np.maximum.accumulate((tiles["k_row"] + tiles["k_rows"])[order])
+def _keys_read(tiles: np.ndarray, content: np.ndarray, contents: int) -> np.ndarray:
+    """Count the rows that any tile of a content reads, fp64 [contents]."""
+    first = tiles["k_row"] + content * int((tiles["k_row"] + tiles["k_rows"]).max(initial=0))  # apart by content
+    order = np.argsort(first, kind="stable")
+    last = np.maximum.accumulate((first + tiles["k_rows"])[order])
     before = np.append(0, last)[:-1]  # rows below are counted
-    return np.bincount(of_tile[order], last - np.clip(tiles["k_row"][order], before, last), contents).astype(np.float64)
-
-
-def _renumbered(spans: np.ndarray, new_doc: np.ndarray, documents: Documents, copied: Documents) -> np.ndarray:
-    """Renumber spans of documents to spans of the documents `new_doc` of another batch, of equal lengths."""
-    out = spans.copy()
-    shift = copied.offsets[new_doc] - documents.offsets[spans["doc"]]
-    out["doc"] = new_doc
-    for name in ("start", "stop"):
-        out[name] += shift
-    return out
+    return np.bincount(content[order], last - np.clip(first[order], before, last), contents).astype(np.float64)
 
 
 def _number_keys(program: Program, contents: np.ndarray, numbers: dict[bytes, int]) -> np.ndarray:

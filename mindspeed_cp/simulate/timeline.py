@@ -10,7 +10,7 @@ import numpy as np
 from mindspeed_cp.cluster.cluster import Cluster
 from mindspeed_cp.cluster.compute import LayerCost
 from mindspeed_cp.plan.program import Plan
-from mindspeed_cp.plan.transfers import GRADIENTS, KEYS, TRANSFER, edge_steps, step_count
+from mindspeed_cp.plan.transfers import TRANSFER, edge_steps, step_count
 from mindspeed_cp.simulate.memory import attention_peak_bytes
 
 #: A transfer of a timeline: a TRANSFER record and the seconds `begin` and `end` between which it is under way.
@@ -235,13 +235,7 @@ def waiting_causes(timeline: Timeline) -> list[tuple[str, float]]:
 
 def fetch_waits(timeline: Timeline) -> float:
     """Return the mean seconds in which a rank waits for keys and values, or their gradients, between steps."""
-    seconds = 0.0
-    for direction, sent in (("forward", timeline.transfers_forward), ("backward", timeline.transfers_backward)):
-        if np.isin(sent["kind"], (KEYS, GRADIENTS)).any():
-            waits = wait_records(timeline, direction)
-            waits = waits[np.isin(sent["kind"][waits["message"]], (KEYS, GRADIENTS))]
-            seconds += float((waits["end"] - waits["begin"]).sum())
-    return seconds / timeline.ranks
+    return sum(seconds for cause, seconds in waiting_causes(timeline) if cause.startswith(("keys", "gradients")))
 
 
 def is_internode(sent: np.ndarray, cluster: Cluster) -> np.ndarray:

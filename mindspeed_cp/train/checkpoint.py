@@ -104,7 +104,7 @@ class Progress:
         )
 
 
-_RECORD_KEYS = {*(field.name for field in fields(Progress)), "ranks", "identity", "settings", "files"}
+_RECORD_KEYS = {*(field.name for field in fields(Progress)), "ranks", "identity", "files"}
 
 
 class Shard:
@@ -215,7 +215,6 @@ def save_checkpoint(files: RunFiles, training: TrainingModel, progress: Progress
         **asdict(progress),
         "ranks": world.size,
         "identity": identity(settings),
-        "settings": settings.model_dump(mode="json"),
     }
     final = files.checkpoint(progress.step)
     partial = final.with_name(f".saving-{final.name}")
@@ -310,7 +309,7 @@ def _manifest_text(record: dict[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the record of a checkpoint: its progress, settings, and the digests of its files.
+    """Return the record of a checkpoint: its progress, the identity of its run, and the digests of its files.
 
     Raises:
         DamagedCheckpointError: it is missing, damaged, or of another step than the folder.

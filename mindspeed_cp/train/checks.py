@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mindspeed_cp.data import Corpus, different_documents
 from mindspeed_cp.errors import ConfigError, OperatorError
 from mindspeed_cp.schema.messages import format_value, name_ranks
 from mindspeed_cp.train.identity import flat_settings
@@ -19,7 +18,7 @@ from mindspeed_cp.train.world import World
 
 #: Settings in which the machines of a run may differ.
 _OF_MACHINES = {
-    "data.corpus",  # its contents are compared
+    "data.corpus",  # its digest is compared
     "train.device",
     "train.threads_per_rank",
     "train.prefetch_micro_batches",
@@ -27,40 +26,29 @@ _OF_MACHINES = {
 }
 
 
-def check_same_start(world: World, corpus: Corpus, contents: Sequence[str]) -> None:
+def check_same_start(world: World, corpus_digest: str) -> None:
     """Compare settings and corpora of all ranks; every rank calls it.
 
-    Args:
-        world: this rank among all, with its settings.
-        corpus: corpus of this rank.
-        contents: digests of its contents.
-
     Raises:
-        ConfigError: ranks differ; names them and the first setting or the documents that differ.
+        ConfigError: ranks differ; names them, and the first setting that differs or the corpus.
     """
     everything = flat_settings(world.settings.model_dump(mode="json"))
     shared = {key: value for key, value in everything.items() if key not in _OF_MACHINES}
-    of_ranks = world.gather_objects([shared, [len(corpus.lengths), *contents]])
-    settings_of_ranks, corpora = zip(*of_ranks, strict=True)
-    for key in settings_of_ranks[0]:
-        values = [of_rank.get(key) for of_rank in settings_of_ranks]
+    of_ranks = world.gather_objects(shared | {"data.corpus": corpus_digest})
+    for key in of_ranks[0]:
+        values = [of_rank.get(key) for of_rank in of_ranks]
         different = _minority(list(map(repr, values)))
+        if different and key == "data.corpus":
+            raise ConfigError(
+                f"data.corpus has other documents on {name_ranks(different)} of {world.size}; give all ranks the same "
+                "files"
+            )
         if different:
             usual = next(value for rank, value in enumerate(values) if rank not in different)
             raise ConfigError(
                 f"{key} = {format_value(values[different[0]])} on {name_ranks(different)}, {format_value(usual)} on "
                 f"the others of {world.size}; give all ranks the same settings"
             )
-    different = _minority(list(map(repr, corpora)))
-    if different:
-        usual = next(corpus for rank, corpus in enumerate(corpora) if rank not in different)
-        count, *digests = corpora[different[0]]
-        where = f"{count} documents, not {usual[0]}"
-        if count == usual[0]:
-            where = f"other contents in {different_documents(digests, usual[1:], count)}"
-        raise ConfigError(
-            f"data.corpus has {where}, on {name_ranks(different)} of {world.size}; give all ranks the same files"
-        )
 
 
 def check_digests(digests: Tensor, step: int, replica_ranks: Sequence[Sequence[int]]) -> None:
@@ -122,7 +110,8 @@ def _minority(values: Sequence[Any]) -> list[int]:
 def _suspects_in(values: Tensor, groups: Sequence[Sequence[int]]) -> tuple[list[int], bool]:
     """Return the ranks whose value is not the most frequent one of their group, ascending, and False; of a group
     without a most frequent value all ranks, and then True."""
-    suspects, is_tie = [], False
+    suspects: list[int] = []
+    is_tie = False
     for group in groups:
         of_group = [float(values[rank]) for rank in group]
         counts = Counter(of_group).most_common(2)

@@ -21,10 +21,11 @@ from mindspeed_cp.data import Dispatcher, PackedStream
 from mindspeed_cp.errors import DivergenceError
 from mindspeed_cp.plan import Plan, traffic
 from mindspeed_cp.report.text import Table, format_bytes
+from mindspeed_cp.train.checks import QueueProbe
 from mindspeed_cp.train.failures import StopRequest
 from mindspeed_cp.train.micro_batch_loader import MicroBatch, MicroBatchLoader
 from mindspeed_cp.train.model import TrainingModel
-from mindspeed_cp.train.step import StepChecks, forward_backward
+from mindspeed_cp.train.step import forward_backward
 
 STEPS = 3  # global batches that are compared; one more at the start is not timed
 
@@ -70,7 +71,7 @@ def _run(
     word: str, loader: MicroBatchLoader, training: TrainingModel, stop_request: StopRequest
 ) -> tuple[dict[str, Any], list[int], bool]:
     """Return the figures of one algorithm, the documents that it computed, and whether a rank was asked to stop."""
-    world, stop = training.world, False
+    world, queue, stop = training.world, QueueProbe(training.world.device, training.world.rank), False
     losses, imbalances, seconds, planned = [], [], [], list[tuple[tuple[Plan, ...], int]]()
 
     def watched() -> Iterator[MicroBatch]:
@@ -83,7 +84,7 @@ def _run(
             planned.clear()
         world.barrier()
         began = time.perf_counter()
-        sums = forward_backward(training, watched(), step, stop_request, StepChecks())
+        sums = forward_backward(training, watched(), step, stop_request, queue)
         if sums.nonfinite is not None:
             raise DivergenceError(f"train.compare: batch {step} with {word}: {sums.nonfinite}")
         if world.device.type != "cpu":

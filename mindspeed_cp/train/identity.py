@@ -2,7 +2,7 @@
 
 They are those that change the numbers: model, data, order, schedule. How the work is split over ranks, recomputed,
 prefetched or shown changes only rounding, so a run may be resumed with other ranks. The rates of the optimizer may
-change on resume, as a run whose loss diverges needs; the change is told and written to metrics.jsonl.
+change on resume, as a run whose loss diverges needs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.schema.messages import format_value
 
 _TRAIN = ("global_batch_size", "lr_decay_style", "lr_warmup_iters", "bf16", "seed")
-_LENGTH = {"train.train_iters", "train.lr_decay_iters", "train.compare"}
 
 
 def identity(settings: Settings) -> dict[str, Any]:
@@ -46,7 +45,12 @@ def check_same_run(settings: Settings, saved: dict[str, Any], checkpoint: str) -
         saved: the identity that the checkpoint has; data.corpus may have been moved, and its contents are compared.
         checkpoint: its folder.
     """
-    changes = _changes(saved | {"data.corpus": settings.data.corpus}, identity(settings))
+    old, new = saved | {"data.corpus": settings.data.corpus}, identity(settings)
+    changes = {
+        key: f"{key} was {format_value(old.get(key))} and is {format_value(new.get(key))}"
+        for key in {**old, **new}
+        if old.get(key) != new.get(key)
+    }
     if not changes:
         return
     decay = "train.lr_decay_iters"
@@ -57,34 +61,6 @@ def check_same_run(settings: Settings, saved: dict[str, Any], checkpoint: str) -
     )
 
 
-def changed_settings(before: Mapping[str, Any], settings: Settings) -> list[str]:
-    """Return the settings that differ from earlier ones, without the length of the run, files and display:
-    'context_parallel_suite.algorithm was "ring" and is "direct"'.
-
-    Args:
-        before: sections of the earlier settings.
-        settings: the present settings.
-    """
-    old, new = (
-        {
-            key: value
-            for key, value in flat_settings(sections).items()
-            if key.partition(".")[0] not in ("checkpoint", "output") and key not in _LENGTH
-        }
-        for sections in (before, settings.model_dump(mode="json"))
-    )
-    return list(_changes(old, new).values())
-
-
 def flat_settings(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the values of all sections by dotted key."""
     return {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
-
-
-def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
-    """Return, by key, what differs, in words."""
-    return {
-        key: f"{key} was {format_value(old.get(key))} and is {format_value(new.get(key))}"
-        for key in {**old, **new}
-        if old.get(key) != new.get(key)
-    }

@@ -287,7 +287,7 @@ def run_rank(settings: Settings, *, as_json: bool, store_file: Path | None = Non
 
     with megatron_compat(), join_ranks(settings, store_file=store_file) as world:
         try:
-            summary = train(settings, world)
+            summary = train(world)
         except (PeerError, RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
                 raise out_of_memory_error(settings, world.rank) from None
@@ -318,7 +318,7 @@ def name_lost_ranks(world: World, error: BaseException) -> PeerError:
         return PeerError(f"rank {world.rank} lost its peers and the store that knows them: {cause}")
     if not lost:
         return PeerError(f"rank {world.rank} lost a connection, though every rank is alive: {cause}")
-    seconds = f"{world.timeout_seconds:g} s (context_parallel_suite.timeout_seconds)"
+    seconds = f"{world.settings.context_parallel_suite.timeout_seconds:g} s (context_parallel_suite.timeout_seconds)"
     return PeerError(f"rank {world.rank} lost {name_ranks(lost)}: dead, or silent for {seconds}; {_RESUME} ({cause})")
 
 

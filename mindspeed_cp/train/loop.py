@@ -14,13 +14,13 @@ from mindspeed_cp.algorithms import AUTO, build_plan
 from mindspeed_cp.comm import warm_up
 from mindspeed_cp.config.derived import training_plan_options
 from mindspeed_cp.config.settings import Settings
-from mindspeed_cp.data import PackedStream, check_learnable, corpus_digests, open_corpus
+from mindspeed_cp.data import PackedStream, check_learnable, corpus_digest, open_corpus
 from mindspeed_cp.engine.attention_check import AttentionCheck
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.megatron import check_tokens_per_step
 from mindspeed_cp.train.bad_steps import BadStepPolicy
-from mindspeed_cp.train.checkpoint import read_manifest, resume, save_checkpoint
+from mindspeed_cp.train.checkpoint import resume, save_checkpoint
 from mindspeed_cp.train.checks import QueueProbe, check_same_start
 from mindspeed_cp.train.comparison import run_comparison
 from mindspeed_cp.train.failures import StopRequest
@@ -28,11 +28,11 @@ from mindspeed_cp.train.micro_batch_loader import MicroBatchLoader, make_dispatc
 from mindspeed_cp.train.model import TrainingModel, build_training_model
 from mindspeed_cp.train.output import RunWriter, check_tensorboard
 from mindspeed_cp.train.run_files import RunFiles
-from mindspeed_cp.train.step import StepChecks, run_step
+from mindspeed_cp.train.step import run_step
 from mindspeed_cp.train.world import World
 
 
-def train(settings: Settings, world: World) -> dict[str, Any] | None:
+def train(world: World) -> dict[str, Any] | None:
     """Train until train.train_iters, or until asked to stop.
 
     Returns:
@@ -48,6 +48,7 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
         PeerError: Another rank died.
         Stopped: The rank was asked to stop while a batch did not come.
     """
+    settings = world.settings
     if settings.context_parallel_suite.algorithm == AUTO:  # process groups depend on it, and exist already
         raise ConfigError(
             "context_parallel_suite.algorithm is 'auto': give mindspeed_cp.config.candidates.resolve_auto(settings)"
@@ -61,13 +62,13 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
         world.barrier()
         corpus = open_corpus(settings.data.corpus)
         check_learnable(corpus, settings.data.corpus)
-        contents = corpus_digests(corpus)
-        check_same_start(world, corpus, contents)
+        digest = corpus_digest(corpus)
+        check_same_start(world, digest)
         context, rows = settings.data.seq_length, settings.train.global_batch_size
         check_tokens_per_step(rows * context)
 
         def new_stream() -> PackedStream:
-            return PackedStream(corpus, context, settings.train.seed, world.replica, world.replicas, contents=contents)
+            return PackedStream(corpus, context, settings.train.seed, world.replica, world.replicas, digest=digest)
 
         stream = new_stream()
         stack.enter_context(_deterministic(settings.train.deterministic_mode))
@@ -78,8 +79,7 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
             stream.load_state_dict(progress.data)
         writer = None
         if world.is_first:
-            before = None if folder is None else read_manifest(folder)["settings"]
-            writer = RunWriter(files, settings, progress.step, before, training.parameters, world.device)
+            writer = RunWriter(files, training, progress.step)
             stack.callback(writer.close)
             for note in notes:
                 writer.note(note)
@@ -91,8 +91,6 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
             comparison = run_comparison(training, new_stream, dispatcher, stop_request)
             if writer is not None:
                 writer.comparison(comparison)
-        # Ranks that choose differently between pools and replicas would wait for each other.
-        compare_digests = settings.context_parallel_suite.verify_plans or world.pool is not None
         policy, queue = BadStepPolicy(settings), QueueProbe(world.device, world.rank)
         interval, last, stopped_by = settings.checkpoint.save_interval, settings.train.train_iters, None
         batches = stack.enter_context(MicroBatchLoader(training, stream, dispatcher, stop_request))
@@ -100,8 +98,8 @@ def train(settings: Settings, world: World) -> dict[str, Any] | None:
             step = progress.step + 1
             with _traced(training, files, step):
                 began = time.perf_counter()
-                checks = StepChecks(compare_digests, _attention_check_of_step(settings, step), queue)
-                result = run_step(training, batches, step, stop_request, checks, policy, progress.losses)
+                check = _attention_check_of_step(settings, step)
+                result = run_step(training, batches, step, stop_request, queue, check, policy, progress.losses)
                 seconds = time.perf_counter() - began
             progress = progress.after(result, seconds)
             if writer is not None:

@@ -7,11 +7,10 @@ plans independently, and nothing is sent.
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +29,7 @@ from mindspeed_cp.plan import AttentionConfig, Plan, verify_plan
 from mindspeed_cp.train.failures import Stopped, StopRequest
 from mindspeed_cp.train.model import TrainingModel
 
-POLL_SECONDS = 0.5  # interval of the checks for a dead thread or a request to stop
+POLL_SECONDS = 0.5  # interval of the checks for a request to stop
 STOP_SECONDS = 5.0  # a rank that is asked to stop keeps waiting so long: the other ranks are in the same step
 END_SECONDS = 5.0  # the thread is abandoned after so long: reading its file may never end
 
@@ -78,10 +77,8 @@ class MicroBatchLoader:
         dispatcher: Dispatcher,
         stop_request: StopRequest,
     ) -> None:
-        self._stream, self._dispatcher, self._world, self._stop_request = (
-            stream, dispatcher, training.world, stop_request,
-        )  # fmt: skip
-        settings = training.world.settings
+        self._stream, self._dispatcher, self._stop_request = stream, dispatcher, stop_request
+        self._world, settings = training.world, training.world.settings
         self._layers = Counter(training.attentions)  # number of layers with each attention
         self._suite, self._seed = settings.context_parallel_suite, settings.train.seed
         self._options = training_plan_options(settings)
@@ -89,25 +86,20 @@ class MicroBatchLoader:
         self._dtype = torch.bfloat16 if train.bf16 else torch.float32
         self._rows_multiple = train.tensor_model_parallel_size if train.sequence_parallel else 1
         self._rows = train.global_batch_size
-        self._ready: queue.Queue[MicroBatch | BaseException] = queue.Queue(train.prefetch_micro_batches)
         self._plans = PlanCache(self._prepare)
         self._verifies = False  # this rank proves the plans of the row that is being made
         self._batch: ReplicaBatch  # the one whose micro-batches are being made
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._produce, name="mindspeed-cp-batches", daemon=True)
+        self._micro_batches = self._generate()
+        self._ahead = 1 + train.prefetch_micro_batches  # one is being made
+        self._executor = ThreadPoolExecutor(1, "mindspeed-cp-batches")
+        self._pending: deque[Future[MicroBatch]] = deque()
 
     def __enter__(self) -> MicroBatchLoader:
-        self._thread.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._ended.set()
-        deadline = time.monotonic() + END_SECONDS
-        while self._thread.is_alive() and time.monotonic() < deadline:  # it may be blocked by a full queue
-            try:
-                self._ready.get(timeout=0.05)
-            except queue.Empty:
-                continue
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        wait([future for future in self._pending if future.running()], END_SECONDS)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return self
@@ -118,15 +110,11 @@ class MicroBatchLoader:
         Raises:
             Stopped: This rank was asked to stop, and no batch came for STOP_SECONDS.
         """
+        while len(self._pending) <= self._ahead:
+            self._pending.append(self._executor.submit(self._micro_batches.__next__))
+        future = self._pending.popleft()
         stop_seen: float | None = None
-        while True:
-            try:
-                micro = self._ready.get(timeout=POLL_SECONDS)
-                break
-            except queue.Empty:
-                pass
-            if not self._thread.is_alive() and self._ready.empty():
-                raise RuntimeError("the thread that makes batches ended without an error")
+        while not wait([future], POLL_SECONDS).done:
             if self._stop_request.reason is None:
                 continue
             stop_seen = stop_seen or time.monotonic()
@@ -135,24 +123,13 @@ class MicroBatchLoader:
                     f"stopped by {self._stop_request.reason} while rank {self._world.rank} waited for data.corpus; "
                     "steps after the newest checkpoint were not kept, and the same command goes on from there"
                 )
-        if isinstance(micro, BaseException):
-            raise micro
-        return micro
+        return future.result()
 
-    def _produce(self) -> None:
-        try:
-            while not self._ended.is_set():
-                self._put_batch()
-        except BaseException as error:  # raised in the thread that trains
-            self._ready.put(error)
-
-    def _put_batch(self) -> None:
-        """Put this replica's micro-batches of the next global batch into the queue."""
-        self._batch = self._stream.next_batch(self._rows, self._dispatcher)
-        for row in self._batch.rows:
-            self._ready.put(self._make(row))
-            if self._ended.is_set():
-                return
+    def _generate(self) -> Iterator[MicroBatch]:
+        while True:
+            self._batch = self._stream.next_batch(self._rows, self._dispatcher)
+            for row in self._batch.rows:
+                yield self._make(row)
 
     def _prepare(self, plan: Plan) -> None:
         """Prove a new plan, where it is this rank's turn, and prepare the engine for it."""

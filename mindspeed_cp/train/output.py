@@ -16,23 +16,25 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
 import yaml
 
-from mindspeed_cp.config.data import POOL
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.data import Corpus
 from mindspeed_cp.device.select import cann_version, unknown_cann_note
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.report.text import Table, format_count, print_tables, wrap_text
+from mindspeed_cp.report.text import Table, print_tables, wrap_text
 from mindspeed_cp.train.checkpoint import Progress
 from mindspeed_cp.train.comparison import comparison_sentence, comparison_table
-from mindspeed_cp.train.identity import changed_settings
+from mindspeed_cp.train.model import TrainingModel
 from mindspeed_cp.train.run_files import RunFiles, truncate_metrics, write_text
 from mindspeed_cp.train.step import StepResult
 from mindspeed_cp.train.world import unused_accelerator
 
 LAST_STEPS = 10  # averaged, because the loss of a single step depends on its documents
+_SHOWN = (
+    *("first_loss", "last_loss", "tokens", "tokens_per_s", "imbalance", "replica_imbalance", "pooled_steps"),
+    *("planning_seconds", "waiting_seconds", "cut_documents", "skipped_steps", "metrics", "checkpoint"),
+)
 
 
 def check_tensorboard(settings: Settings) -> None:
@@ -48,23 +50,14 @@ class RunWriter:
     """Writes and shows the steps of a run; used on the first rank only.
 
     Args:
-        files, settings: of the run.
+        files: those of the run.
+        training: the model, its settings and the device of the ranks.
         step: number of steps done before this start.
-        before: settings with which the checkpoint was written that the run goes on from; None: there is none.
-        parameters: weights of the model.
-        device: device of the ranks.
     """
 
-    def __init__(
-        self,
-        files: RunFiles,
-        settings: Settings,
-        step: int,
-        before: dict[str, Any] | None,
-        parameters: int,
-        device: torch.device,
-    ) -> None:
-        self._files, self._settings = files, settings
+    def __init__(self, files: RunFiles, training: TrainingModel, step: int) -> None:
+        self._files, self._settings = files, training.world.settings
+        settings, device = training.world.settings, training.world.device
         truncate_metrics(files.metrics, step)
         self._file = open(files.metrics, "a", encoding="utf-8")  # noqa: SIM115 (closed by `close`)
         self._tensorboard: Any = None
@@ -73,26 +66,23 @@ class RunWriter:
 
             # Events of later steps, of an abandoned future, are not shown.
             self._tensorboard = SummaryWriter(str(files.tensorboard), purge_step=step + 1)
-        self._changed = [] if before is None else changed_settings(before, settings)
         self._seconds: deque[float] = deque(maxlen=20)  # of the latest steps
         self._totals: dict[str, float] = defaultdict(int)  # over the steps of this start
         self._losses: list[float] = []
         self._comparison: dict[str, Any] | None = None
-        suite = settings.context_parallel_suite
-        is_complete = step >= settings.train.train_iters
-        for note in (
-            f"{parameters:,} parameters, context {settings.data.seq_length:,} over {suite.context_parallel_size} ranks "
-            f"({suite.algorithm}) on {device.type}{f', resumed after step {step}' if step else ''}",
-            self._changed and f"this run was last started with other settings: {'; '.join(self._changed)}",
-            "this run is complete, so nothing is done: to go on, raise train.train_iters and set train.lr_decay_iters; "
-            "to start anew, give another output.folder"
-            if is_complete
-            else None,
-            unknown_cann_note(cann_version()) if device.type == "npu" else None,
-            unused_accelerator(device),
-        ):
-            if note:
-                self.note(note)
+        suite, context = settings.context_parallel_suite, settings.data.seq_length
+        self.note(
+            f"{training.parameters:,} parameters, context {context:,} over {suite.context_parallel_size} ranks "
+            f"({suite.algorithm}) on {device.type}{f', resumed after step {step}' if step else ''}"
+        )
+        if step >= settings.train.train_iters:
+            self.note(
+                "this run is complete, so nothing is done: to go on, raise train.train_iters and set "
+                "train.lr_decay_iters; to start anew, give another output.folder"
+            )
+        device_note = unknown_cann_note(cann_version()) if device.type == "npu" else unused_accelerator(device)
+        if device_note:
+            self.note(device_note)
 
     def step(self, step: int, result: StepResult, seconds: float) -> None:
         """Write and show one step."""
@@ -109,8 +99,6 @@ class RunWriter:
         if result.problem is not None:
             line["problem"] = result.problem
             self.note(f"step {step}: {result.problem}; its update was left out")
-        if self._changed:
-            line["changed_settings"], self._changed = self._changed, []
         if os.fstat(self._file.fileno()).st_nlink == 0:
             raise ConfigError(
                 f"{self._files.metrics}: was removed while the run wrote it; what was in it is lost, and the run ends: "
@@ -123,22 +111,17 @@ class RunWriter:
                 self._tensorboard.add_scalar(key, value, step)
         if not self._seconds:  # not earlier: a start that fails at once keeps the settings of the one before
             write_text(self._files.settings, yaml.safe_dump(self._settings.model_dump(mode="json"), sort_keys=False))
-        self._add(line)
-        self._show(line)
-
-    def _add(self, line: dict[str, Any]) -> None:
-        """Add a line to the totals of this start."""
         if line["loss"] is not None:
             self._losses.append(line["loss"])
-        if not self._seconds:
-            line = line | {"waiting_seconds": 0.0}  # nothing could be computed while the first batch was made
-        self._seconds.append(line["seconds"])
+        if not self._seconds:  # nothing could be computed while the first batch was made
+            line["waiting_seconds"] = 0.0
+        self._seconds.append(seconds)
         for name in ("tokens", "documents", "seconds", "planning_seconds", "waiting_seconds"):
             self._totals[name] += line[name]
         for name in ("imbalance", "replica_imbalance"):
             self._totals[name] += line[name] * line["tokens"]
-        self._totals["steps"] += 1
         self._totals["pooled_steps"] += line["pooled"]
+        self._show(line)
 
     def _show(self, line: dict[str, Any]) -> None:
         step, steps, interval = line["step"], self._settings.train.train_iters, self._settings.output.log_interval
@@ -192,7 +175,7 @@ class RunWriter:
                 for name in ("imbalance", "replica_imbalance")
             },
             **{name: totals[name] for name in ("planning_seconds", "waiting_seconds", "documents")},
-            "pool": [totals["pooled_steps"], totals["steps"]] if settings.data.balance == POOL else None,
+            "pooled_steps": totals["pooled_steps"],
             "corpus_documents": len(corpus.lengths),
             "cut_documents": len(longer),
             "document_chunks": int((-(-longer // context)).sum()),
@@ -242,28 +225,10 @@ def print_summary(summary: dict[str, Any], *, as_json: bool) -> None:
 
 
 def _summary_table(summary: dict[str, Any]) -> Table:
-    s = summary
-    rows = [("steps", f"{s['step']:,} of {s['steps']:,}")]
-    if s["last_loss"] is not None:
-        last = f"{s['last_loss']:.3f} on average in the last {min(LAST_STEPS, s['step'])}"
-        rows.append(("loss", f"{s['first_loss']:.3f} in the first step, {last}"))
-    rows.append(("tokens", format_count(s["tokens"])))
-    if s["tokens_per_s"] is not None:
-        rows += [
-            ("speed", f"{s['tokens_per_s']:,.0f} tokens/s"),
-            ("imbalance", f"{s['imbalance']:.3f} (attention work of the slowest rank / mean)"),
-            ("replicas", f"{s['replica_imbalance']:.3f} (modelled time of the slowest replica / mean)"),
-            (
-                "planning",
-                f"{s['planning_seconds']:,.2f} s ahead of the steps, which waited {s['waiting_seconds']:,.2f} s for "
-                "batches",
-            ),
-        ]
-    if s["pool"] is not None:
-        pooled, steps = s["pool"]
-        rows.append(("pool", f"taken in {pooled:,} of {steps:,} steps, where it was modelled to be faster"))
-    text = f"{s['cut_documents']:,} of {s['corpus_documents']:,} are longer than the context of {s['context']:,}"
-    chunks = f", and become {s['document_chunks']:,} chunks" if s["cut_documents"] else ""
-    rows.append(("cut documents", text + chunks))
-    rows += [(key.replace("_", " "), str(s[key])) for key in ("skipped_steps", "metrics", "checkpoint") if s[key]]
+    rows = [("steps", f"{summary['step']:,} of {summary['steps']:,}")]
+    for key in _SHOWN:
+        value = summary[key]
+        if value:
+            text = f"{value:,.3f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else value
+            rows.append((key.replace("_", " "), text))
     return Table("Summary", ("", ""), tuple(rows))

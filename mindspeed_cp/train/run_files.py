@@ -15,9 +15,8 @@ import errno
 import fcntl
 import json
 import os
-import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +36,10 @@ class RunFiles:
         checkpoints, latest: folder of the checkpoints, and the file with the name of the newest complete one.
         tensorboard: folder of TensorBoard's events.
         metrics, settings, summary: the other files of the folder.
-
-    Raises:
-        ConfigError: The folder starts with ~user, and there is no such user.
     """
 
     def __init__(self, folder: Path) -> None:
-        try:
-            self.folder = folder.expanduser()
-        except RuntimeError:
-            raise ConfigError(
-                f"output.folder = {folder}: there is no such user's home folder; write the path in full"
-            ) from None
+        self.folder = Path(os.path.expanduser(folder))
         self.checkpoints = self.folder / "checkpoints"
         self.latest = self.checkpoints / "latest"
         self.tensorboard = self.folder / "tensorboard"
@@ -61,17 +52,12 @@ class RunFiles:
         return self.checkpoints / f"iter_{step:07d}"
 
     def create(self) -> None:
-        """Create the folders and try to write into them. Raise ConfigError if that fails."""
-        failed = "created"
+        """Create the folders. Raise ConfigError if that fails."""
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            failed = "written to"
-            for folder in (self.folder, self.checkpoints):
-                with tempfile.TemporaryFile(dir=folder) as probe:
-                    probe.write(b"probe")
         except (OSError, ValueError) as error:  # ValueError: a path that no system call accepts
             raise ConfigError(
-                f"{describe_folder(self.folder)}: cannot be {failed}: {error_text(error)}; give another folder"
+                f"{describe_folder(self.folder)}: cannot be created: {error_text(error)}; give another folder"
             ) from None
 
     @contextmanager
@@ -79,23 +65,23 @@ class RunFiles:
         """Lock the folder while this block runs; the system releases the lock if the process dies.
 
         Raises:
-            ConfigError: Another run is using the folder.
+            ConfigError: Another run is using the folder, or it cannot be written to.
         """
-        path = self.folder / ".lock"
-        with ExitStack() as stack:
+        try:
+            lock = open(self.folder / ".lock", "a")  # noqa: SIM115 (closed below)
+        except OSError as error:
+            raise ConfigError(
+                f"{describe_folder(self.folder)}: cannot be written to: {error_text(error)}; give another folder"
+            ) from None
+        with lock:
             try:
-                lock = stack.enter_context(open(path, "a"))
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 raise ConfigError(
                     f"output.folder = {self.folder}: another run is using it; wait for its end, or give another folder"
                 ) from None
-            except OSError as error:
-                if not path.exists():
-                    raise ConfigError(
-                        f"{path}: cannot be locked: {error_text(error)}; give another output.folder"
-                    ) from None
-                # else it is on a file system without locks
+            except OSError:
+                pass  # a file system without locks
             yield
 
 

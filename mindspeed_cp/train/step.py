@@ -31,24 +31,8 @@ with megatron_imports():
 
 #: Fields of MicroBatch that a step adds up.
 _SUMMED_FIELDS = ("visible_pairs", "tokens", "documents", "planning_seconds")
-_DIGESTS = ("digest", "content_digest", "sample_digest")  # of the global batch, which ranks compare
 #: Columns of the table that ranks gather in a step, one row for each rank.
-_COLUMNS = ("loss", "counted", *_SUMMED_FIELDS, "waiting_seconds", *_DIGESTS, "calls", "stop", "gradient")
-
-
-@dataclass(frozen=True)
-class StepChecks:
-    """What is checked in a step.
-
-    Attributes:
-        compare_digests: compare the dispatched batches of all ranks before computing.
-        attention_check: compares a part of the step's attention with the reference, before the weights are changed.
-        queue: tells that the device makes no calls any more, before ranks meet and after the weights are changed.
-    """
-
-    compare_digests: bool = False
-    attention_check: AttentionCheck | None = None
-    queue: QueueProbe | None = None
+_COLUMNS = ("loss", "counted", *_SUMMED_FIELDS, "waiting_seconds", "calls", "stop", "gradient")
 
 
 @dataclass(frozen=True)
@@ -85,7 +69,8 @@ def run_step(
     batches: Iterator[MicroBatch],
     step: int,
     stop_request: StopRequest,
-    checks: StepChecks,
+    queue: QueueProbe,
+    attention_check: AttentionCheck | None,
     policy: BadStepPolicy,
     losses: Sequence[float],
 ) -> StepResult:
@@ -96,7 +81,8 @@ def run_step(
         batches: micro-batches of this rank.
         step: number of the step, from 1.
         stop_request: request to stop this rank.
-        checks: what is checked in the step.
+        queue: tells that the device makes no calls any more, before ranks meet and after the weights are changed.
+        attention_check: compares a part of the step's attention with the reference, before the weights are changed.
         policy: decides what follows a bad step.
         losses: losses of earlier steps.
 
@@ -106,7 +92,7 @@ def run_step(
         DivergenceError: Loss or gradient are not finite, or the loss is a spike, and the policy is to stop.
         OperatorError: The device makes no calls any more.
     """
-    sums = forward_backward(training, batches, step, stop_request, checks)
+    sums = forward_backward(training, batches, step, stop_request, queue, attention_check)
     training.schedule.step(1)  # before the update: the first step already moves, the last one has min_lr
     lr = training.optimizer.param_groups[0]["lr"]
     problem = policy.problem(step, sums.nonfinite, sums.loss, losses)
@@ -114,8 +100,7 @@ def run_step(
         return replace(sums, lr=lr, problem=problem)
     _, norm, _ = training.optimizer.step()
     grad_norm = float(norm)
-    if checks.queue is not None:
-        checks.queue.check(step)
+    queue.check(step)
     if not math.isfinite(grad_norm):  # though that of each rank's share is finite, and the update is done
         raise DivergenceError(f"step {step}: the gradient's norm is {grad_norm}; checkpoints are untouched")
     return replace(sums, lr=lr, grad_norm=grad_norm)
@@ -126,18 +111,18 @@ def forward_backward(
     batches: Iterator[MicroBatch],
     step: int,
     stop_request: StopRequest,
-    checks: StepChecks,
+    queue: QueueProbe,
+    attention_check: AttentionCheck | None = None,
 ) -> StepResult:
     """Compute the gradients of a step without updating the weights; arguments and errors as in `run_step`, but losses
     that are not finite are only told."""
     world = training.world
     training.ddp_model.zero_grad_buffer()
     training.optimizer.zero_grad()
-    feed = _MicroBatchFeed(batches, checks.attention_check)
+    feed = _MicroBatchFeed(batches, attention_check)
     plan_group = world.plan_group(feed.pooled)
     sharing_ranks = torch.arange(world.size).view(1 if feed.pooled else world.replicas, -1)  # those with the same rows
-    if checks.compare_digests:
-        check_digests(world.gather(feed.digests), step, sharing_ranks.tolist())
+    check_digests(world.gather(feed.digests), step, sharing_ranks.tolist())
     reports = get_forward_backward_func()(
         forward_step_func=_forward,
         data_iterator=feed,
@@ -148,21 +133,19 @@ def forward_backward(
         forward_only=False,
     )
     loss, counted = (float(sum(float(report[REPORT_KEY][i]) for report in reports)) for i in (0, 1))
-    if checks.queue is not None:
-        checks.queue.check(step)  # before ranks wait for each other on the host
+    queue.check(step)  # before ranks wait for each other on the host
     table = world.gather(
         [
-            *(loss, counted, *feed.sums.values(), feed.waiting_seconds, *feed.digests),
+            *(loss, counted, *feed.sums.values(), feed.waiting_seconds),
             *(calls_digest(plan_group), float(stop_request.reason is not None), gradient_norm(training.ddp_model)),
         ]
     )
     ranks = dict(zip(_COLUMNS, table.unbind(1), strict=True))
-    check_digests(torch.stack([ranks[name] for name in _DIGESTS], 1), step, sharing_ranks.tolist())
     plans = sharing_ranks.view(len(sharing_ranks), -1, world.tp_size).mT.reshape(-1, plan_group.size())
     check_calls(ranks["calls"], step, plans.tolist())
     nonfinite = nonfinite_ranks(ranks["loss"], "the loss") or nonfinite_ranks(ranks["gradient"], "the gradient's norm")
-    if nonfinite is None and checks.attention_check is not None:
-        _compare_attention(world.gather_objects(checks.attention_check.compare(plan_group)), step)
+    if nonfinite is None and attention_check is not None:
+        _compare_attention(world.gather_objects(attention_check.compare(plan_group)), step)
     return _sums(ranks, feed, world, nonfinite)
 
 
@@ -218,7 +201,7 @@ class _MicroBatchFeed:
     Attributes:
         micro_batches: their number on this replica.
         pooled: True if the ranks of all replicas compute them together.
-        digests: digests of their documents and contents, by the order of _DIGESTS.
+        digests: of their documents and contents, as `check_digests` takes them.
         imbalance, state: those of their global batch.
         sums: sums of _SUMMED_FIELDS, by name.
         waiting_seconds: time spent waiting for them.

@@ -18,9 +18,8 @@ import torch.distributed as dist
 from mindspeed_cp.comm import open_directional_groups
 from mindspeed_cp.comm.directional_groups import PAIR_BUFFER_VARIABLE
 from mindspeed_cp.comm.groups import process_group_options
-from mindspeed_cp.config.data import POOL
-from mindspeed_cp.config.pool import pool_topology
-from mindspeed_cp.config.rules import data_parallel_size
+from mindspeed_cp.config.rules import data_parallel_size, pool_topology
+from mindspeed_cp.config.sections import POOL
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.device.open_files import check_open_files
 from mindspeed_cp.device.select import (
@@ -63,7 +62,6 @@ class World:
         pool: context-parallel ranks of all replicas, numbered replica by replica, which may share plans; None without
             data.balance: pool.
         store: the key-value store through which the ranks found each other.
-        timeout_seconds: how long a rank waits for another.
     """
 
     settings: Settings
@@ -76,7 +74,6 @@ class World:
     cp_rank: int
     tp_size: int
     store: dist.Store
-    timeout_seconds: float
     pool: Topology | None = None
 
     def plan_ranks(self, pooled: bool) -> tuple[Topology, int]:
@@ -162,13 +159,16 @@ def join_ranks(
         check_npu_profile(suite.npu_profile)
     torch.set_num_threads(train.threads_per_rank or max(1, _usable_cores() // local_size))
     timeout = timedelta(seconds=suite.timeout_seconds)
-    library, options = _library(settings, device.type)
+    library = COLLECTIVE_LIBRARIES.get(device.type, "gloo")
+    options = suite.hccl_options if library == "hccl" else {}
     cp = suite.context_parallel_size
     if library == "hccl":
         set_hccl_timeouts(timeout.total_seconds())
         if "buffer_mb" in options:
             os.environ.setdefault(PAIR_BUFFER_VARIABLE, str(options["buffer_mb"]))
-    store = _meet(settings, environment, store_file, rank, size, device.type)
+    libraries = library if device.type == "cpu" else f"cpu:gloo,{device.type}:{library}"
+    group_options = process_group_options(library, options)
+    store = _meet(timeout, environment, store_file, rank, size, backend=libraries, pg_options=group_options)
     with ExitStack() as stack:
         if device.type == "cpu":
             stack.callback(dist.destroy_process_group)
@@ -196,13 +196,12 @@ def join_ranks(
             cp_rank=parallel_state.get_context_parallel_rank(),
             tp_size=train.tensor_model_parallel_size,
             store=store,
-            timeout_seconds=suite.timeout_seconds,
             pool=pool,
         )
 
 
 def _meet(
-    settings: Settings, environment: Mapping[str, str], store_file: Path | None, rank: int, size: int, device_type: str
+    timeout: timedelta, environment: Mapping[str, str], store_file: Path | None, rank: int, size: int, **options: Any
 ) -> dist.Store:
     """Make the group of all ranks, and return the store through which they met.
 
@@ -210,10 +209,7 @@ def _meet(
         ConfigError: there is no address to meet at, or rank 0 cannot listen there.
         PeerError: the others cannot be reached, or did not come.
     """
-    timeout = timedelta(seconds=settings.context_parallel_suite.timeout_seconds)
     joining = max(timeout, timedelta(seconds=JOIN_SECONDS))
-    library, options = _library(settings, device_type)
-    libraries = library if device_type == "cpu" else f"cpu:gloo,{device_type}:{library}"
     place, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
     if store_file is None and (not place or not port.isdigit()):
         raise ConfigError(
@@ -231,10 +227,7 @@ def _meet(
             # torchrun may restart ranks over the same store, which still has the addresses of their first attempt.
             store = dist.PrefixStore(f"attempt_{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
         store.set_timeout(joining)
-        group_options = process_group_options(library, options)
-        dist.init_process_group(
-            libraries, store=store, rank=rank, world_size=size, timeout=timeout, pg_options=group_options
-        )
+        dist.init_process_group(store=store, rank=rank, world_size=size, timeout=timeout, **options)
     except (dist.DistError, RuntimeError, OSError) as error:
         text = " ".join(str(error).split())
         if not (isinstance(error, (dist.DistError, OSError)) or is_lost_rank_error(error) or "socket" in text.lower()):
@@ -247,12 +240,6 @@ def _meet(
             f"all started, with the same WORLD_SIZE, and is it the address of rank 0? ({text[:200]})"
         ) from None
     return store
-
-
-def _library(settings: Settings, device_type: str) -> tuple[str, Mapping[str, int]]:
-    """Return the library that carries bytes between devices of a type, and its options."""
-    library = COLLECTIVE_LIBRARIES.get(device_type, "gloo")
-    return library, settings.context_parallel_suite.hccl_options if library == "hccl" else {}
 
 
 def _wait_for_rank_0(name: str, port: int, seconds: float) -> None:

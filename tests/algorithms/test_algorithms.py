@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from mindspeed_cp import AttentionConfig, Documents, PlanError, Topology, build_plan, verify_plan
 from mindspeed_cp.algorithms import ALGORITHMS, algorithm_options
+from mindspeed_cp.algorithms.head_groups import head_ranges
 from mindspeed_cp.plan import Messages, traffic
-from mindspeed_cp.plan.heads import head_ranges
 from mindspeed_cp.plan.tiles import count_pairs, visible_keys
 from tests.plan.problems import choices, options, problems
 

@@ -19,7 +19,6 @@ from mindspeed_cp.plan.program import DIRECTIONS
 from mindspeed_cp.plan.transfers import traffic
 from mindspeed_cp.plan.verify import peak_bytes
 from mindspeed_cp.simulate.simulator import simulate_plan
-from mindspeed_cp.simulate.timeline import fetch_waits, waiting_causes
 from tests.algorithms.test_kv_fetch import placements, plan_of
 
 MHA = AttentionConfig(heads=16, head_dim=8)
@@ -118,16 +117,6 @@ def test_both_directions_have_the_same_tiles_under_dropout() -> None:
         assert calls("forward", rank) == calls("backward", rank)
 
 
-@pytest.mark.parametrize("name", ["relays", "groups of nodes"])
-def test_equal_tokens_for_linear_layers_and_pieces_go_together(name: str) -> None:
-    attention, topology, lengths, options = PLANS[name]
-    for remap in ("qkv", "hidden"):
-        plan = build_plan(
-            Documents(lengths), topology, attention, "hierarchical", remap=remap, fetch_pieces=2, **options
-        )
-        verify_plan(plan)
-
-
 def test_plans_without_fetches_stay_as_they_are() -> None:
     plan = build_plan(Documents([500] * 8), Topology(1, 8), MHA, "hierarchical")
     assert cut_fetches(plan, 4) is plan
@@ -158,9 +147,3 @@ def test_the_default_is_what_a_simulation_finds_faster(batch: tuple[str, int, in
         assert simulate_plan(default, cluster).total < seconds
     else:
         assert simulate_plan(cut_fetches(whole, 2), cluster).total >= seconds
-
-
-def test_waits_for_keys_are_those_of_the_report() -> None:
-    timeline = simulate_plan(built("relays"), load_cluster("a800"))
-    causes = [seconds for cause, seconds in waiting_causes(timeline) if cause.startswith(("keys", "gradients"))]
-    assert fetch_waits(timeline) == pytest.approx(sum(causes)) and sum(causes) > 0

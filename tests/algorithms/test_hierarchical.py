@@ -228,17 +228,6 @@ def test_a_document_is_on_few_ranks_where_those_with_room_for_work_have_none_for
     assert sum(fill_fewest(range(3), [1.0] * 3, 1.0, 0.01, 1.0, barely)[1]) == pytest.approx(1)
 
 
-def test_shares_where_nothing_is_allowed_or_there_is_next_to_no_work() -> None:
-    assert water_fill([0.0, 0.0], 1.0, [0.0, 0.0]) == [0.5, 0.5]
-    assert fill_fewest(range(2), [1.0, 0.5], 1e-20, 0.0, 1.0, [float("inf")] * 2) == ([1], [1.0])
-
-
-def test_documents_without_tokens_have_no_heads_to_split() -> None:
-    documents, topology = Documents([0, 0, 0]), Topology(2, 4, "a2")
-    for placement in choose_placement(documents, documents, topology, GQA, head_split=False).ranked:
-        assert not placement.split
-
-
 def test_groups_of_any_size_may_keep_a_bound_of_tokens() -> None:
     documents, topology = Documents([20000, 9000, *[900] * 41]), Topology(2, 8, "a2")
     assert documents.tokens <= 1.5 * 16 * 4200

@@ -20,7 +20,6 @@ from mindspeed_cp.algorithms.placement.policy import (
     DocumentShares,
     Placement,
     PlacementPolicy,
-    part_weights,
     split_parts,
 )
 from mindspeed_cp.algorithms.placement.search import PlacementSearch, _Trial
@@ -170,20 +169,6 @@ def test_parts_have_each_document_once_and_those_over_several_nodes_are_between(
         np.array([work[part][np.array(part) % 2 == i].sum() for i in (0, 1)]) for part in docs[1:]
     )
     assert (second > 1.2 * np.maximum(first, third)).all(), "the first and the last one have less work"
-
-
-def test_the_first_and_the_last_part_have_less_work_and_long_documents() -> None:
-    lengths = np.random.default_rng(0).integers(100, 3000, 200)
-    members = DocumentShares.from_lists([(doc, [doc % 4], [1.0]) for doc in range(200)])
-    placement = Placement(PlacementPolicy(1.0, 0.0), DocumentShares.from_lists([]), {4: members}, parts=4)
-    work = lengths.astype(float) ** 2
-    docs = [part.doc for _, part in split_parts(placement, work, 4)]
-    for group in range(4):
-        share = np.array([work[part[part % 4 == group]].sum() for part in docs]) / work[group::4].sum()
-        assert share == pytest.approx(part_weights(4), abs=0.05) and share[0] < 0.2 < 0.3 < share[1]
-    tokens = [lengths[part].sum() / work[part].sum() for part in docs]
-    assert max(tokens[0], tokens[-1]) < min(tokens[1:-1])
-    assert part_weights(1).tolist() == [1.0] and part_weights(2).tolist() == [0.5, 0.5]
 
 
 def test_documents_are_placed_anew_by_waits_and_those_over_several_nodes_stay() -> None:

@@ -4,25 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, load_cluster, simulate_plan
-from mindspeed_cp.algorithms.layouts import build_layouts
 from mindspeed_cp.choose.candidates import Candidate, default_candidates
-from mindspeed_cp.choose.choose import KV_FETCH_ALGORITHMS, RING_ALGORITHMS, choose_algorithm, plan_key
-from mindspeed_cp.choose.lower_bounds import (
-    balanced_lower_bound,
-    kv_fetch_lower_bound,
-    layout_lower_bound,
-    min_attention_seconds,
-    plan_lower_bound,
-)
-from mindspeed_cp.cluster import ComputeCost, LayerCost
+from mindspeed_cp.choose.choose import choose_algorithm, plan_key
+from mindspeed_cp.cluster import ComputeCost, LayerCost, cluster_of
+from mindspeed_cp.cluster.compute import balanced_lower_bound
 from mindspeed_cp.data.lengths import sample_batch
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.plan.problem import visible_pairs
-from mindspeed_cp.simulate.memory import attention_bytes_upper_bound, attention_peak_bytes
+from mindspeed_cp.simulate.memory import attention_peak_bytes
 
 GQA = AttentionConfig(heads=32, kv_heads=8, head_dim=128)
 TOPOLOGY = Topology(2, 4, "a2")
@@ -42,9 +33,9 @@ def test_the_choice_is_the_fastest_of_all_that_are_simulated_alone() -> None:
         alone[candidate] = sum(simulate_plan(plan, cluster).total for plan in plans)
     assert alone[decision.candidate] == pytest.approx(min(alone.values()))
     for trial in decision.trials:
-        if trial.batches_tried == 2 and not trial.limited_by:
+        if len(trial.seconds) == 2:
             assert sum(trial.seconds) == pytest.approx(alone[trial.candidate])
-        assert trial.least_seconds <= alone[trial.candidate] * (1 + 1e-9)
+    assert {len(trial.seconds) for trial in decision.trials} == {1, 2}, "some are dropped after the first batch"
     assert {trial.candidate for trial in decision.trials} == set(alone)
     assert str(decision.candidate) in decision.reasons[0] and len(decision.reasons) == 3
     again = choose_algorithm(batches, TOPOLOGY, GQA)
@@ -56,7 +47,7 @@ def test_one_that_is_slow_on_the_first_batch_may_be_the_fastest_of_all() -> None
     short, long = Documents([512] * 64), Documents([2**17])
     among = [Candidate("direct", (("layout", "balanced"),)), Candidate("ulysses")]
     alone = choose_algorithm([short], TOPOLOGY, mha, candidates=among)
-    assert alone.candidate == among[0] and alone.trials[1].least_seconds > 1.3 * alone.trials[0].seconds[0]
+    assert alone.candidate == among[0] and alone.trials[1].seconds[0] > 1.3 * alone.trials[0].seconds[0]
     assert choose_algorithm([short, long], TOPOLOGY, mha, candidates=among).candidate == among[1]
 
 
@@ -103,81 +94,19 @@ WAYS: tuple[tuple[str, dict[str, Any]], ...] = (
 
 
 @pytest.mark.parametrize(
-    ("cluster", "window"),
-    [
-        ("a2", None),
-        ("a800", (700, 0)),
-        *(
-            pytest.param(*case, marks=pytest.mark.thorough)
-            for case in [("a2", (700, 0)), ("a800", None), ("a3", (700, 0))]
-        ),
-        ("a3", None),
-    ],
+    ("topology", "window"),
+    [(Topology(2, 4, "a2"), None), (Topology(2, 4, "a800"), (700, 0)), (Topology(1, 8, "a3"), None)],
 )
-@pytest.mark.parametrize(
-    "shapes", [[(2, 4), (1, 8)], pytest.param([(4, 2), (3, 3)], marks=pytest.mark.thorough)], ids=["8 ranks", "other"]
-)
-def test_no_simulation_is_faster_than_its_floors(
-    cluster: str, window: tuple[int, int] | None, shapes: list[tuple[int, int]]
-) -> None:
+def test_no_simulation_is_faster_than_the_balanced_bound(topology: Topology, window: tuple[int, int] | None) -> None:
     """Shapes whose ranks have very unlike shares of tokens, attention and messages, too; NICs that ranks share."""
-    near = []
-    for number, topology in enumerate(Topology(*shape, cluster) for shape in shapes):
-        attention = AttentionConfig(heads=16, kv_heads=(16, 2)[number % 2], head_dim=128, window=window)
-        for turn, lengths in enumerate(SHAPES):
-            documents, layer = Documents(lengths), LAYERS[(number + turn) % len(LAYERS)]
-            cost = ComputeCost(load_cluster(cluster).with_ranks(topology.ranks_per_node), attention, layer)
-            even = balanced_lower_bound(documents, topology.ranks, cost)
-            for algorithm, options in WAYS:
-                plan = build_plan(documents, topology, attention, algorithm, **options)
-                took = simulate_plan(plan, cost.cluster, layer).total * (1 + 1e-9)
-                bound, layout = plan_lower_bound(plan, cost), options.get("layout", "zigzag")
-                assert even <= took and bound.seconds <= took, (algorithm, options, topology, lengths[:2])
-                if algorithm in KV_FETCH_ALGORITHMS:
-                    assert kv_fetch_lower_bound(documents, topology, cost, layout).seconds <= took
-                if algorithm in RING_ALGORITHMS:
-                    assert layout_lower_bound(documents, topology.ranks, cost, layout).seconds <= took
-                near.append(bound.seconds / took)
-    assert np.mean(near) > 0.65  # and they say something, although some of these take latencies and launches alone
-
-
-@pytest.mark.parametrize("layout", ["zigzag", "balanced", "contiguous"])
-def test_what_an_exchange_takes_at_least_is_known_without_its_plan(layout: str) -> None:
-    for topology in (Topology(2, 4, "a2"), Topology(1, 8, "a2"), Topology(1, 8, "h200"), Topology(3, 5, "a800")):
-        cost = ComputeCost(load_cluster(topology.cluster or "").with_ranks(topology.ranks_per_node), GQA)
-        for seed in range(2):
-            documents = batch(seed, topology.ranks)
-            floor = kv_fetch_lower_bound(documents, topology, cost, layout)
-            for algorithm in KV_FETCH_ALGORITHMS:
-                plan = build_plan(documents, topology, GQA, algorithm, layout=layout)
-                assert floor.seconds > 0.5 * plan_lower_bound(plan, cost).seconds
-
-
-def test_work_of_a_layout_is_that_of_its_tiles_where_they_are_whole() -> None:
-    """One rank: a tile for each document."""
-    for mask, window in (("causal", None), ("full", None), ("causal", (300, 0)), ("full", (40, 90))):
-        attention = AttentionConfig(heads=4, head_dim=64, mask=mask, window=window)
-        documents = Documents([1000, 0, 37, 2, 640])
-        cost = ComputeCost(load_cluster("a2"), attention)
-        queries, _ = build_layouts("zigzag", documents, documents, 1, attention)
-        each = [
-            cost.attention_seconds(visible_pairs(documents.lengths, documents.lengths, attention)[0], length)
-            for length in documents.lengths.tolist()
-            for documents in [Documents([length])]
-        ]
-        there, back = min_attention_seconds(queries, documents, cost)
-        assert there == pytest.approx([sum(each)]) and back == pytest.approx(2.5 * there)
-
-
-def test_bytes_at_most_are_never_fewer_than_bytes() -> None:
-    for topology in (Topology(2, 3, "a2"), Topology(1, 4, "a2"), Topology(1, 1, "a2")):
-        for lengths in SHAPES:
-            for algorithm, options in WAYS:
-                for heads, kv_heads in ((2, 1), (16, 16)):
-                    attention = AttentionConfig(heads, kv_heads, 64)
-                    plan = build_plan(Documents(lengths), topology, attention, algorithm, **options)
-                    for size in (2, 4):
-                        assert attention_peak_bytes(plan, size).max() <= attention_bytes_upper_bound(plan, size).max()
+    attention = AttentionConfig(heads=16, kv_heads=2, head_dim=128, window=window)
+    for turn, lengths in enumerate(SHAPES):
+        documents, layer = Documents(lengths), LAYERS[turn % len(LAYERS)]
+        cost = ComputeCost(cluster_of(topology), attention, layer)
+        bound = balanced_lower_bound(documents, topology.ranks, cost)
+        for algorithm, options in WAYS:
+            plan = build_plan(documents, topology, attention, algorithm, **options)
+            assert bound <= simulate_plan(plan, cost.cluster, layer).total * (1 + 1e-9), (algorithm, options)
 
 
 def test_plans_are_the_same_only_if_they_do_the_same() -> None:
@@ -231,7 +160,6 @@ def test_options_of_the_model_reach_those_that_have_them() -> None:
 
 
 def test_the_fastest_is_never_dropped_where_ranks_are_unlike() -> None:
-    """A floor that adds the mean of some to the most of others drops it here."""
     topology, layer = Topology(1, 8, "h800"), LayerCost(536870912.0, 4096, 100663296.0, 33554432.0, 1, 4)
     attention = AttentionConfig(heads=32, head_dim=128)
     for batches in ([[16000, *[1000] * 145]], [[16000, *[1000] * 145], [16000, *[512] * 144]]):

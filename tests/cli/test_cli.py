@@ -90,7 +90,7 @@ def test_commands_that_have_no_pool_say_what_they_show(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     file = str(Path(__file__).parents[2] / "configs" / "pool.yaml")
-    note = f"data.balance: pool: {shown}; a training chooses replicas or pools in each step (docs/algorithms.md)"
+    note = f"data.balance: pool: {shown}; a training chooses replicas or the pool in each step (docs/algorithms.md)"
     assert run([command, file]) == 0
     assert f"note: {note}" in capsys.readouterr().out.splitlines()
     assert run([command, file, "--json"]) == 0
@@ -235,7 +235,7 @@ def test_help_of_every_command_cuts_no_name_at_80_columns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    for command in ([], ["train"], ["plan"], ["simulate"], ["report"], ["calibrate"], ["doctor"]):
+    for command in ([], ["train"], ["plan"], ["simulate"], ["calibrate"], ["doctor"]):
         assert run([*command, "--help"]) == 0
         text = capsys.readouterr().out
         assert "Usage: mindspeed-cp" in text and "…" not in text

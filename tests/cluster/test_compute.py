@@ -76,6 +76,10 @@ def test_a_layer_like_an_attention_is_the_same_for_any_tensor_parallel_size() ->
         (lambda: LayerCost.from_sizes(4096, -1, 32, 8, 128, 128), "ffn_hidden_size is -1; valid: a whole number, 0 or more"),
         (lambda: LayerCost(float("nan"), 8), "flops_per_token is nan"),
         (lambda: LayerCost(1.0, 2.5), "hidden_size is 2.5"),  # type: ignore[arg-type]
+        (lambda: LayerCost(10.0, 8, qkv_flops=-1.0), "LayerCost.qkv_flops is -1.0"),
+        (lambda: LayerCost(10.0, 8, 6.0, 5.0), r"qkv_flops \+ out_flops is 11.0; valid: at most flops_per_token = 10.0"),
+        (lambda: LayerCost(10.0, 8, hidden_row_shares=0), "hidden_row_shares is 0"),
+        (lambda: LayerCost(10.0, 8, bytes_per_element=3), r"bytes_per_element is 3; valid: 2 \(bf16\), 4 \(fp32\)"),
     ],
 )  # fmt: skip
 def test_the_error_of_a_bad_layer_cost_has_the_argument(make: Any, message: str) -> None:

@@ -18,7 +18,7 @@ from mindspeed_cp.comm import (
 from mindspeed_cp.layout import Documents, Redistribution, contiguous, zigzag
 from mindspeed_cp.layout import redistribution as layout_redistribution
 from mindspeed_cp.layout.redistribution import PACKED_BYTES, packed_pairs
-from mindspeed_cp.plan.verify.buffers import staging_volume
+from mindspeed_cp.plan.verify.memory import staging_volume
 from tests.engine.meters import Meter
 
 HEADS = 5

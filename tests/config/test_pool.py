@@ -9,8 +9,7 @@ import pytest
 
 from mindspeed_cp import Topology
 from mindspeed_cp.config.derived import training_plan_options
-from mindspeed_cp.config.pool import pool_topology
-from mindspeed_cp.config.rules import data_parallel_size
+from mindspeed_cp.config.rules import data_parallel_size, pool_topology
 from mindspeed_cp.config.settings import Settings, load_settings
 from mindspeed_cp.errors import ConfigError
 

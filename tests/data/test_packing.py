@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,17 +17,6 @@ packers = st.builds(
     seed=st.integers(0, 3),
     lookahead=st.integers(1, 20),
 )
-
-
-def rows_of_epoch(packer: Packer) -> list[np.ndarray]:
-    """All rows of the epoch that begins with the next row; the packer ends up one row into the one after it."""
-    rows = [packer.next_row()]
-    epoch = packer.epoch
-    while True:
-        row = packer.next_row()
-        if packer.epoch != epoch:
-            return rows
-        rows.append(row)
 
 
 def pieces_of_epoch(packer: Packer, epoch: int) -> list[tuple[int, int, int]]:
@@ -63,21 +49,6 @@ def test_pieces_are_the_documents_cut_at_the_context(lengths: list[int], context
 
 @law
 @given(packers)
-def test_every_epoch_holds_every_token_exactly_once(packer: Packer) -> None:
-    packed = [piece for row in rows_of_epoch(packer) for piece in row.tolist()]
-    tokens = [(document, start + i) for document, start, length in packed for i in range(length)]
-    assert sorted(tokens) == [(document, i) for document, length in enumerate(packer.lengths) for i in range(length)]
-
-
-@law
-@given(packers)
-def test_no_row_is_empty_or_longer_than_the_context(packer: Packer) -> None:
-    for row in (packer.next_row() for _ in range(100)):
-        assert len(row) and (row["length"] > 0).all() and row["length"].sum() <= packer.context
-
-
-@law
-@given(packers)
 def test_a_row_begins_with_the_oldest_piece_and_no_piece_that_waits_would_still_fit(packer: Packer) -> None:
     ages = {piece: age for age, piece in enumerate(pieces_of_epoch(packer, 0))}
     ordered = list(ages)
@@ -106,22 +77,3 @@ def test_each_further_piece_is_the_longest_that_fits_among_those_that_wait(packe
             assert piece == max(fitting, key=lambda other: other[2])  # the oldest of equal ones: max takes the first
             left.remove(piece)
             room -= piece[2]
-
-
-@law
-@given(packers, st.integers(0, 60))
-def test_a_packer_goes_on_exactly_from_a_state_that_went_through_json(packer: Packer, rows: int) -> None:
-    for _ in range(rows):
-        packer.next_row()
-    state = json.loads(json.dumps(packer.state_dict()))
-    other = Packer(packer.lengths, packer.context, packer.seed, packer.lookahead)
-    other.load_state_dict(state)
-    for _ in range(40):
-        assert np.array_equal(packer.next_row(), other.next_row())
-        assert packer.state_dict() == other.state_dict()
-
-
-@pytest.mark.parametrize("documents", [200_000])
-def test_a_large_epoch_begins_at_once(documents: int) -> None:
-    packer = Packer(np.full(documents, 1000), 8192, 0, 64)
-    assert len(packer.next_row()) == 8

@@ -6,7 +6,6 @@ A fuzzer refuses its input by an error of this project, or takes it; everything 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import json
 import random
@@ -27,10 +26,9 @@ from mindspeed_cp.convert.translate import convert_launch
 from mindspeed_cp.data import PackedStream, check_learnable, open_corpus
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
-from mindspeed_cp.plan import AttentionConfig, Plan, Topology, verify_plan
+from mindspeed_cp.plan import AttentionConfig, Topology, verify_plan
 from mindspeed_cp.train import launch
 from mindspeed_cp.train.checkpoint import checkpoints_to_resume
-from mindspeed_cp.train.identity import changed_settings
 from mindspeed_cp.train.run_files import read_metrics
 from tests.fuzz import mutations
 from tests.train.bookkeeping import with_checkpoint
@@ -102,7 +100,7 @@ def lengths(generator: random.Random, folder: Path) -> None:
 
 
 def plans(generator: random.Random, folder: Path) -> None:
-    """Arguments of build_plan; then a plan with damage, for the proof."""
+    """Arguments of build_plan, right and wrong; tests/plan/mutations.py damages plans."""
 
     def some(*valid: Any) -> Any:
         return generator.choice(mutations.VALUES) if generator.random() < 0.03 else generator.choice(valid)
@@ -121,48 +119,7 @@ def plans(generator: random.Random, folder: Path) -> None:
             options[name] = some(1, 2, 4, True, "balanced", 100)
     if topology.ranks > 64:
         raise ConfigError("more ranks than are tried here")
-    verify_plan(damaged(generator, build_plan(documents, topology, attention, algorithm, **options)))
-
-
-def damaged(generator: random.Random, plan: Plan) -> Plan:
-    """A plan with one number of its programs changed."""
-    if plan.parts:
-        number = generator.randrange(len(plan.parts))
-        parts = list(plan.parts)
-        parts[number] = damaged(generator, parts[number])
-        return dataclasses.replace(plan, parts=tuple(parts))
-    direction = generator.choice(("forward", "backward"))
-    program = getattr(plan, direction)
-    field = generator.choice(("steps", "capacity", "contents", "spans", "fetch", "reduce"))
-    old = getattr(program, field)
-    if field == "steps":
-        new: Any = old + generator.choice((-1, 1, 5))
-    elif field in ("fetch", "reduce"):
-        part = generator.choice(("items", "runs"))
-        new = dataclasses.replace(old, **{part: changed(generator, getattr(old, part))})
-    else:
-        new = changed(generator, old)
-    return dataclasses.replace(plan, **{direction: dataclasses.replace(program, **{field: new})})
-
-
-def changed(generator: random.Random, array: np.ndarray) -> np.ndarray:
-    """An array with another number in one place, or with one record less or twice."""
-    array = array.copy()
-    if not len(array):
-        return array
-    index = generator.randrange(len(array))
-    what = generator.randrange(4)
-    if what == 0 and array.dtype.names:
-        return np.delete(array, index)
-    if what == 1 and array.dtype.names:
-        return np.insert(array, index, array[index])
-    number = generator.choice((-1, 0, 1, 2, 5, 1000, 2**31, -(2**31)))
-    if array.dtype.names:
-        name = generator.choice(array.dtype.names)
-        array[name][index] = number if generator.random() < 0.5 else array[name][index] + generator.choice((-1, 1))
-    else:
-        array.flat[generator.randrange(array.size)] = number
-    return array
+    verify_plan(build_plan(documents, topology, attention, algorithm, **options))
 
 
 def checkpoints(generator: random.Random, folder: Path) -> None:
@@ -192,7 +149,6 @@ def checkpoints(generator: random.Random, folder: Path) -> None:
         records, _ = checkpoints_to_resume(made)
         read_metrics(files["metrics.jsonl"])
         for record in records.values():
-            changed_settings(record["settings"], made)
             if record["data"] is not None:
                 stream.load_state_dict(record["data"])
                 next(stream)
@@ -218,13 +174,13 @@ def corpora(generator: random.Random, folder: Path) -> None:
 
 OPTIONS = {
     "plan": ("--lengths", "--kv-lengths", "--mask", "--ranks", "--nodes", "--ranks-per-node", "--algorithm", "--heads", "--set", "--verify", "--json"),
-    "simulate": ("--lengths", "--cluster", "--nodes", "--ranks-per-node", "--tokens-per-rank", "--batches", "--algorithms", "--sharing", "--show", "--json"),
+    "simulate": ("--lengths", "--cluster", "--nodes", "--ranks-per-node", "--tokens-per-rank", "--batches", "--algorithms", "--json"),
     "train": ("--nproc", "--set", "--resume", "--no-resume", "--json"),
     "doctor": ("--link-seconds",),
     "calibrate": ("--nproc", "--base", "--dtype", "--longest", "--heads"),
 }  # fmt: skip
 WORDS = (
-    "ring", "all", "a2", "causal", "full", "700,30,410", "64", "4", "2", "1", "wikipedia", "fair", "fifo", "bf16", "model.num_layers=3",
+    "ring", "all", "a2", "causal", "full", "700,30,410", "64", "4", "2", "1", "wikipedia", "bf16", "model.num_layers=3",
 )  # fmt: skip
 
 

@@ -189,12 +189,6 @@ def test_equal_tokens_of_one_full_rank_and_of_empty_ranks() -> None:
     assert equal_token_layout(equal, 4) is equal
 
 
-def test_extra_tokens_stay_where_they_are() -> None:
-    """Counts of q and q + 1 in any places are equal already."""
-    counts = np.array([3, 4, 3, 3, 4, 4])
-    assert not len(equal_token_flows(counts, 3))
-
-
 def test_a_giver_is_not_cut_into_pieces() -> None:
     """The tail of a rank's rows leaves: of many documents one is cut."""
     documents = Documents([10] * 8)

@@ -58,18 +58,6 @@ def test_zigzag_takes_chunk_i_and_its_mirror(lengths, ranks):
         assert layout.tokens(rank).tolist() == expected
 
 
-@given(lengths, ranks)
-def test_zigzag_is_balanced_to_two_tokens_a_document(lengths, ranks):
-    counts = zigzag(Documents(lengths), ranks).token_counts
-    assert counts.max() - counts.min() <= 2 * len(lengths)
-
-
-@given(lengths, ranks)
-def test_equal_tokens_differ_by_one(lengths, ranks):
-    counts = equal_tokens(Documents(lengths), ranks).token_counts
-    assert counts.max() - counts.min() <= 1
-
-
 @given(lengths, ranks, builders)
 def test_positions_documents_and_cumulative_lengths_agree_with_tokens(lengths, ranks, build):
     documents = Documents(lengths)

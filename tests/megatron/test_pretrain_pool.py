@@ -42,7 +42,7 @@ def batch_of_rank(rank: int, group: None, path: str, pooled: bool) -> dict[str, 
     with pytest.MonkeyPatch.context() as patch, megatron(cp=2):
         for name, module in modules.items():
             patch.setitem(sys.modules, name, module)
-        patch.setattr(PoolModel, "choose", lambda *given: replace(choose(*given), pools=pooled))
+        patch.setattr(PoolModel, "choose", lambda *given: replace(choose(*given), pooled=pooled))
         start(context_parallel_size=2, curr_iteration=3, **POOL)
         config = transformer_config(cp=2, attention_dropout=0.1)
         batch, params = pretrain.get_batch(iter([rows_of_replica(rank // 2)]), config)

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.algorithms.head_groups import head_ranges
 from mindspeed_cp.layout import TOKEN_SPAN, Documents, Layout
-from mindspeed_cp.plan.heads import head_ranges
 from mindspeed_cp.plan.problem import AttentionConfig, Topology
 from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.plan.records import CONTENT, Messages
@@ -40,66 +39,25 @@ def head_split_part(
             documents of length 0.
         held: who holds which rows of these documents before and after, any layout of them: mostly the group's ranks do.
         held_kv: the same for keys and values; None: `held`.
-
-    Raises:
-        ConfigError: a group is empty, repeats a rank, names one that does not exist, or gives a rank another range of
-            heads than another group does; or a layout is of other documents or ranks.
     """
     keys = held if held_kv is None else held_kv
-    _check(documents, topology, groups, held, keys)
     ranges, kv_ranges = np.zeros((2, topology.ranks, 2), np.int64)
-    in_group = -np.ones(topology.ranks, np.int64)  # a document that gave the rank its heads
     used = np.flatnonzero((documents.lengths > 0) | (keys.documents.lengths > 0))
     members: dict[tuple[int, ...], np.ndarray] = {}
     for doc in used.tolist():
-        group = tuple(int(rank) for rank in groups[doc])  # type: ignore[union-attr]  # checked
+        group = tuple(int(rank) for rank in groups[doc])  # type: ignore[union-attr]
         if group in members:
             continue
         own, own_kv = head_ranges(attention, len(group))
         busy = own[:, 1] > own[:, 0]
         members[group] = np.array(group)[busy]
         for rank, heads, kv_heads in zip(members[group].tolist(), own[busy], own_kv[busy], strict=True):
-            if in_group[rank] >= 0 and not np.array_equal(ranges[rank], heads):
-                (a, b), (c, d) = ranges[rank] - (0, 1), heads - (0, 1)
-                raise ConfigError(
-                    f"groups: rank {rank} computes heads {a} to {b} of document {in_group[rank]} and "
-                    f"{c} to {d} of document {doc}; valid: groups that give a rank the same heads; "
-                    "put one of these documents into another part"
-                )
-            in_group[rank], ranges[rank], kv_ranges[rank] = doc, heads, kv_heads
+            ranges[rank], kv_ranges[rank] = heads, kv_heads
     owners = [members[tuple(int(rank) for rank in groups[doc])] for doc in used.tolist()]  # type: ignore[union-attr]
     q_layout_compute = _on_members(documents, topology.ranks, used, owners).with_heads(ranges)
     kv_layout_compute = _on_members(keys.documents, topology.ranks, used, owners).with_heads(kv_ranges)
     program = _one_step(q_layout_compute, kv_layout_compute, attention)
     return Plan("head_split", attention, topology, held, keys, q_layout_compute, kv_layout_compute, program, program)
-
-
-def _check(
-    documents: Documents,
-    topology: Topology,
-    groups: Sequence[Sequence[int] | np.ndarray | None],
-    held: Layout,
-    keys: Layout,
-) -> None:
-    if len(groups) != len(documents):
-        raise ConfigError(f"groups: {len(groups)} groups for {len(documents)} documents; valid: one for each")
-    if held.documents != documents or held.ranks != topology.ranks:
-        raise ConfigError(
-            f"held is of {held.ranks} ranks and {held.documents}; valid: {topology.ranks} ranks and {documents}"
-        )
-    if keys.ranks != topology.ranks or len(keys.documents) != len(documents):
-        raise ConfigError(
-            f"held_kv is of {keys.ranks} ranks and {len(keys.documents)} documents; valid: {topology.ranks} ranks and "
-            f"{len(documents)} documents"
-        )
-    for doc in np.flatnonzero((documents.lengths > 0) | (keys.documents.lengths > 0)).tolist():
-        given = groups[doc]
-        group = [] if given is None else [int(rank) for rank in given]
-        if not group or len(set(group)) < len(group) or min(group) < 0 or max(group) >= topology.ranks:
-            raise ConfigError(
-                f"groups: document {doc} has group {group}; a group needs one or more distinct ranks out of 0 to "
-                f"{topology.ranks - 1}"
-            )
 
 
 def _on_members(documents: Documents, ranks: int, used: np.ndarray, owners: Sequence[np.ndarray]) -> Layout:

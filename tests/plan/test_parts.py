@@ -239,48 +239,6 @@ def test_groups_of_ranks_stand_side_by_side_in_one_part() -> None:
     assert plan.kv_layout_compute.heads.tolist() == [[0, 1], [0, 1], [1, 2], [1, 2]] * 2
 
 
-def test_groups_of_other_sizes_side_by_side_too() -> None:
-    """Ranks of two groups have heads that overlap without being the same: every key is there once for each head."""
-    plan = split([40, 30, 10], [[0, 1], [2, 3, 4], [5]], 6)
-    verify_plan(plan)
-    assert plan.q_layout_compute.heads.tolist() == [[0, 2], [2, 4], [0, 1], [1, 2], [2, 4], [0, 4]]
-
-
-def test_a_rank_without_heads_in_one_group_may_have_some_in_another() -> None:
-    plan = split([40, 30], [[0, 1, 2, 3, 4, 5], [4]], 6, AttentionConfig(2, 1, 8))
-    idle = [rank for rank in range(6) if not plan.q_layout_compute.token_counts[rank]]
-    assert idle == [0, 1, 3] and plan.q_layout_compute.heads[0].tolist() == [0, 0]
-    verify_plan(plan)
-
-
-@pytest.mark.parametrize(
-    ("groups", "says"),
-    [
-        (
-            [[0, 1], [1, 2, 3]],
-            r"rank 1 computes heads 2 to 3 of document 0 and 0 to \d of document 1; valid: groups that",
-        ),
-        ([[0, 1]], "1 groups for 2 documents"),
-        ([[0, 1], []], r"document 1 has group \[\]; a group needs"),
-        ([[0, 1], None], r"document 1 has group \[\]; a group needs"),
-        ([[0, 0], [1]], r"document 0 has group \[0, 0\]"),
-        ([[0, 4], [1]], r"document 0 has group \[0, 4\]; .* out of 0 to 3"),
-    ],
-)
-def test_groups_that_cannot_be_are_refused(groups, says) -> None:
-    with pytest.raises(ConfigError, match=says):
-        split([10, 20], groups, 4)
-
-
-def test_layouts_of_other_documents_are_refused() -> None:
-    documents = Documents([10, 20])
-    with pytest.raises(ConfigError, match=r"held is of 3 ranks and .*; valid: 4 ranks and"):
-        head_split_part(documents, Topology(1, 4), ATTENTION, [[0]] * 2, equal_tokens(documents, 3))
-    with pytest.raises(ConfigError, match=r"held_kv is of 4 ranks and 1 documents; valid: 4 ranks and 2 documents"):
-        other = equal_tokens(Documents([3]), 4)
-        head_split_part(documents, Topology(1, 4), ATTENTION, [[0]] * 2, equal_tokens(documents, 4), other)
-
-
 def test_layouts_are_cut_by_documents_and_put_together_again() -> None:
     documents = Documents([5, 0, 9, 7])
     layout = zigzag(documents, 3)

@@ -115,22 +115,3 @@ def test_tensor_parallel_ranks_share_rows_with_sequence_parallelism() -> None:
     assert moved[0] == 2 * moved[1] > 0
     # whole hidden states are wider than half of the heads; half of their rows are not
     assert modes == ["qkv", "hidden"]
-
-
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({"qkv_flops": -1.0}, "LayerCost.qkv_flops is -1.0"),
-        (
-            {"qkv_flops": 6.0, "out_flops": 5.0},
-            r"qkv_flops \+ out_flops is 11.0; valid: at most flops_per_token = 10.0",
-        ),
-        ({"hidden_row_shares": 0}, "hidden_row_shares is 0"),
-        ({"bytes_per_element": 3}, r"bytes_per_element is 3; valid: 2 \(bf16\), 4 \(fp32\)"),
-    ],
-)
-def test_bad_costs_are_refused(given: dict[str, float], expected: str) -> None:
-    from mindspeed_cp.errors import ConfigError
-
-    with pytest.raises(ConfigError, match=expected):
-        LayerCost(10.0, 8, **given)  # type: ignore[arg-type]

@@ -66,15 +66,13 @@ def test_links_as_followed_from_event_to_event(seed: int, most: int) -> None:
             assert ended[on_link] == pytest.approx(from_event_to_event(ready[on_link], seconds[on_link]))
 
 
-@pytest.mark.parametrize("sharing", ["fair", "fifo"])
-def test_two_ranks_that_share_a_nic_advance_together(sharing: str) -> None:
+def test_two_ranks_that_share_a_nic_advance_together() -> None:
     """Ranks 0 and 1 of a node of a800 share a NIC; to ranks of two nodes, so that only the senders share."""
     cluster = load_cluster("a800").with_values(posting=0.0)
-    links = LinkQueues(cluster, 3, sharing)
+    links = LinkQueues(cluster, 3)
     size = np.full(2, cluster.effective_nic)  # a second each
     begin, end = links.serve(np.array([0, 1]), np.array([8, 16]), size, np.zeros(2))
-    expected = ([0, 0], [2, 2]) if sharing == "fair" else ([0, 1], [1, 2])
-    assert begin == pytest.approx(expected[0]) and end - cluster.network_latency == pytest.approx(expected[1])
+    assert begin == pytest.approx([0, 0]) and end - cluster.network_latency == pytest.approx([2, 2])
     assert links.busy_seconds.sum() == pytest.approx(4)
     _, end = links.serve(np.array([0]), np.array([8]), size[:1], np.zeros(1))
     assert end - cluster.network_latency == pytest.approx([3])  # the link is free when it was before

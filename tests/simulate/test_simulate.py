@@ -10,9 +10,10 @@ from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, simul
 from mindspeed_cp.cluster import Cluster, ComputeCost, LayerCost, load_cluster
 from mindspeed_cp.data.lengths import sample_batch
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.simulate import tile_work
+from mindspeed_cp.plan import program
 from mindspeed_cp.simulate.link_queues import LinkQueues
 from mindspeed_cp.simulate.memory import attention_peak_bytes
+from mindspeed_cp.simulate.tile_work import TileCounter
 
 MHA = AttentionConfig(heads=32, head_dim=128)
 FULL = AttentionConfig(heads=32, head_dim=128, mask="full")
@@ -36,30 +37,24 @@ def test_a_single_transfer_takes_its_bytes_over_its_slowest_link_and_the_latency
     assert begin == pytest.approx([0.25]) and end == pytest.approx([0.25 + 1e9 / rate + latency], rel=1e-12)
 
 
-@pytest.mark.parametrize(("sharing", "later"), [("fifo", 6.0), ("fair", 2.5)])
-def test_a_link_serves_in_order_of_posting_and_is_idle_until_then(sharing: str, later: float) -> None:
+def test_a_link_serves_in_order_of_posting_and_is_idle_until_then() -> None:
     cluster = load_cluster("a2").with_ranks(2)
-    links = LinkQueues(cluster, 2, sharing)
+    links = LinkQueues(cluster, 2)
     size = cluster.effective_nic  # one second each
     src, dst = np.array([0, 0, 0]), np.array([2, 3, 2])
     begin, end = links.serve(src, dst, np.full(3, size), np.array([5.0, 0.0, 1.5]))
     assert begin == pytest.approx([5, 0, 1.5])  # sorted by when they were posted
     assert end - cluster.network_latency == pytest.approx([6, 1, 2.5])
     begin, _ = links.serve(np.array([0]), np.array([2]), np.array([size]), np.array([0.0]))
-    assert begin == pytest.approx([later])  # a message of a later turn: after all, or while the link was idle
+    assert begin == pytest.approx([2.5])  # a message of a later turn, while the link was idle
 
 
-def test_senders_that_begin_with_one_receiver_hold_each_other_up_in_queues_that_are_tied() -> None:
+def test_senders_that_begin_with_one_receiver_do_not_hold_each_other_up() -> None:
     """Two senders, two receivers, a second each; both begin with the first receiver."""
     cluster = load_cluster("a2").with_ranks(1)
     src, dst = np.array([0, 1, 0, 1]), np.array([2, 2, 3, 3])
-    size, posted = np.full(4, cluster.effective_nic), np.zeros(4)
-    _, fair = LinkQueues(cluster, 4, "fair").serve(src, dst, size, posted)
-    _, fifo = LinkQueues(cluster, 4, "fifo").serve(src, dst, size, posted)
-    assert fair.max() - cluster.network_latency == pytest.approx(2)
-    assert fifo.max() - cluster.network_latency == pytest.approx(3)
-    with pytest.raises(ConfigError, match="sharing is 'lifo'; valid: fair, fifo"):
-        LinkQueues(cluster, 1, "lifo")
+    _, end = LinkQueues(cluster, 4).serve(src, dst, np.full(4, cluster.effective_nic), np.zeros(4))
+    assert end.max() - cluster.network_latency == pytest.approx(2)
 
 
 @pytest.mark.parametrize("name", ["a2", "a800"])
@@ -143,60 +138,26 @@ def test_memory_counts_what_ranks_hold_and_what_travels() -> None:
     assert (attention_peak_bytes(gathered) > attention_peak_bytes(plan)).all()
 
 
-def test_equal_layers_follow_each_other() -> None:
-    plan = build_plan(Documents([4096] * 4), Topology(1, 4), MHA, "ring")
-    cluster = load_cluster("a2")
-    single, four, ten = (simulate_layers(plan, cluster, layers).seconds for layers in (1, 4, 10))
-    assert single == pytest.approx(simulate_plan(plan, cluster).total)
-    assert four == pytest.approx(4 * single, rel=0.02) and ten == pytest.approx(10 * single, rel=0.02)
-    with pytest.raises(ConfigError, match="layers is 0"):
-        simulate_layers(plan, cluster, 0)
-
-
-def test_ranks_that_are_late_in_one_layer_are_late_in_the_next_but_not_twice() -> None:
-    """Local documents of different lengths on two ranks: no message, so the busiest rank sets the pace."""
-    plan = build_plan(Documents([3000, 500]), Topology(1, 2), MHA, "hierarchical", remap="off")
-    cluster = load_cluster("a2")
-    made = simulate_plan(plan, cluster)
-    busiest = (made.compute + made.linear).max()
-    assert simulate_layers(plan, cluster, 3).seconds >= 3 * busiest * (1 - 1e-9)
-
-
 def test_a_step_is_its_slowest_replica_and_what_of_the_reduction_is_left() -> None:
-    cluster = load_cluster("a2")
-    plan = build_plan(Documents([4096] * 2), Topology(1, 2), MHA, "ring")
-    micro = simulate_layers(plan, cluster, 2)
+    cluster, plan = load_cluster("a2"), build_plan(Documents([4096] * 2), Topology(1, 2), MHA, "ring")
+    micro, size = simulate_layers(plan, cluster, 2), 1e9
     step = simulate_step([[micro, micro], [micro]], cluster)
     assert step.total == pytest.approx(2 * micro.seconds) and step.reduction == 0
     assert step.waiting == pytest.approx([0, micro.seconds])
-    all_bytes = 1e9
-    expected = 2 * all_bytes * 3 / 4 / cluster.effective_rank
-    assert cluster.reduction_seconds(all_bytes, 4) == pytest.approx(expected)
-    assert cluster.reduction_seconds(all_bytes, 1) == 0
+    expected = 2 * size * 3 / 4 / cluster.effective_rank
+    assert cluster.reduction_seconds(size, 4) == pytest.approx(expected) and cluster.reduction_seconds(size, 1) == 0
     nics = load_cluster("a800")  # 4 NICs, slower than its in-node links
-    expected_far = 2 * all_bytes * 15 / 16 / (4 * nics.effective_nic)
-    assert nics.reduction_seconds(all_bytes, 16) == pytest.approx(expected_far)
-    apart = simulate_step([[micro], [micro]], cluster, all_bytes, layers=2, overlap=False)
-    compare_with_prediction = simulate_step([[micro], [micro]], cluster, all_bytes, layers=2)
+    assert nics.reduction_seconds(size, 16) == pytest.approx(2 * size * 15 / 16 / (4 * nics.effective_nic))
+    apart = simulate_step([[micro], [micro]], cluster, size, layers=2, overlap=False)
+    overlapped = simulate_step([[micro], [micro]], cluster, size, layers=2)
     assert apart.total == pytest.approx(micro.seconds + expected)
-    assert compare_with_prediction.exposed_reduction == pytest.approx(
-        max(expected / 2, expected - micro.layer_backward)
-    )
-    every = simulate_step([[micro, micro], [micro, micro]], cluster, together=True)
-    assert every.total == pytest.approx(2 * micro.seconds)
-    wide = simulate_layers(build_plan(Documents([4096] * 2), Topology(2, 4), MHA, "ring"), cluster, 2)
-    far = simulate_step([[wide]], cluster, all_bytes, overlap=False)
-    assert far.reduction == pytest.approx(cluster.with_ranks(4).reduction_seconds(all_bytes, 8))
-    for layers in (0, 1.5):
-        with pytest.raises(ConfigError, match=r"layers is .*; valid: a whole number from 1"):
-            simulate_step([[micro]], cluster, layers=layers)  # type: ignore[arg-type]
-    for wrong in (-1.0, float("nan")):
-        with pytest.raises(ConfigError, match=r"gradient_bytes is .*; valid: bytes, 0 or more"):
-            simulate_step([[micro]], cluster, wrong)
-    with pytest.raises(ConfigError, match="2, 1 micro-batches"):
-        simulate_step([[micro, micro], [micro]], cluster, together=True)
-    with pytest.raises(ConfigError, match="no micro-batch"):
-        simulate_step([], cluster)
+    assert overlapped.exposed_reduction == pytest.approx(max(expected / 2, expected - micro.layer_backward))
+    for wrong, says in (
+        (([[micro, micro], [micro]], cluster), "2, 1 micro-batches"),
+        (([], cluster), "no micro-batch"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            simulate_step(*wrong, together=True)
 
 
 @pytest.mark.parametrize("attention", [
@@ -209,10 +170,10 @@ def test_tiles_of_all_ranks_are_counted_in_passes_as_one_by_one(
     attention: AttentionConfig, algorithm: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = build_plan(Documents([700, 1, 90, 0, 333, 12]), Topology(2, 3), attention, algorithm)
-    monkeypatch.setattr(tile_work, "SPANS_PER_PASS", 40)
-    monkeypatch.setattr(tile_work, "WINDOW_TOKENS_PER_PASS", 2000)
-    counted = tile_work.TileCounter(plan).work("forward").pairs
-    assert counted == pytest.approx(plan.work() / attention.heads)
+    expected = plan.work() / attention.heads
+    monkeypatch.setattr(program, "SPANS_PER_PASS", 40)
+    monkeypatch.setattr(program, "WINDOW_TOKENS_PER_PASS", 2000)
+    assert TileCounter(plan).work("forward").pairs == pytest.approx(expected)
 
 
 # the timeline of a layer

@@ -18,7 +18,6 @@ def with_checkpoint(folder: Path, **record: Any) -> Settings:
     files = RunFiles(folder)
     files.create()
     good = {**asdict(Progress(3)), "ranks": 1, "identity": identity(settings), "files": {}}
-    good["settings"] = settings.model_dump(mode="json")
     for step, values in ((2, good | {"step": 2}), (3, good | record)):
         files.checkpoint(step).mkdir()
         (files.checkpoint(step) / MANIFEST).write_text(_manifest_text(values))

@@ -75,7 +75,7 @@ def test_chosen_algorithm_runs_every_attention_of_the_model(corpus: Path, tmp_pa
 
 def test_training_refuses_unresolved_auto(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"algorithm is 'auto': give mindspeed_cp.config.candidates.resolve_auto"):
-        train(auto(corpus, tmp_path), cast(Any, SimpleNamespace()))
+        train(cast(Any, SimpleNamespace(settings=auto(corpus, tmp_path))))
 
 
 def test_chosen_algorithm_keeps_the_token_bound(corpus: Path, tmp_path: Path) -> None:

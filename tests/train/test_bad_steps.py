@@ -136,4 +136,3 @@ def test_the_rates_of_the_optimizer_may_change_on_resume(fresh_ranks: FreshRanks
     lower = tiny(corpus, tmp_path, train__train_iters=3, **common, train__lr=1e-4, train__clip_grad=0.5)
     lines = curve(fresh_ranks, lower, 1)
     assert values(lines, "lr") == [3e-3, 3e-3, 1e-4]
-    assert lines[2]["changed_settings"] == ["train.lr was 0.003 and is 0.0001", "train.clip_grad was 1.0 and is 0.5"]

@@ -197,12 +197,10 @@ def deals_otherwise(settings: str, odd: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("verify", [False, True])
 def test_replica_that_assigns_documents_differently_is_named(
-    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path, verify: bool
+    fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
 ) -> None:
-    """Also where only the numbers of their micro-batches tell, and before the step with verify_plans."""
-    settings = tiny(corpus, tmp_path, **COMMON, **TIME, context_parallel_suite__verify_plans=verify)
+    settings = tiny(corpus, tmp_path, **COMMON, **TIME)
     for text in fresh_ranks.run(3 + 1, deals_otherwise, settings.model_dump_json(), 2):
         assert text.startswith("step 1: rank 2 has assigned documents to replicas differently") and "ranks of 4" in text
     assert not list((tmp_path / "checkpoints").glob("iter*"))

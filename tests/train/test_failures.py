@@ -78,7 +78,8 @@ def test_only_error_of_a_connection_means_lost_peer(text: str, lost: bool) -> No
 def test_lost_ranks_are_those_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "NAMING_SECONDS", 0.05)
     store = dist.HashStore()
-    world = World(Settings(), 1, 4, torch.device("cpu"), 1, 0, 1, 0, 1, store, 9.0)
+    settings = Settings(context_parallel_suite={"timeout_seconds": 9.0})  # type: ignore[arg-type]
+    world = World(settings, 1, 4, torch.device("cpu"), 1, 0, 1, 0, 1, store)
     lost = str(name_lost_ranks(world, RuntimeError("closed")))
     silent = "dead, or silent for 9 s (context_parallel_suite.timeout_seconds)"
     assert lost.startswith(f"rank 1 lost ranks 0, 2, 3: {silent}; the same command goes on") and "(closed)" in lost

@@ -40,8 +40,7 @@ def pool_curve(fresh_ranks: FreshRanks, settings: Any, ranks: int, pooled: list[
     outcome: dict[str, Any] = fresh_ranks.run(ranks, choosing, settings.model_dump_json(), pooled)[0]
     lines: list[dict[str, Any]] = outcome["lines"]
     expected = [pooled[index % len(pooled)] for index in range(len(lines))]
-    taken = sum(line["pooled"] for line in lines)
-    assert outcome["summary"]["pool"] == [taken, len(lines)]
+    assert outcome["summary"]["pooled_steps"] == sum(line["pooled"] for line in lines)
     assert ranks == 1 or values(lines, "pooled") == expected
     return lines
 

@@ -6,6 +6,7 @@ import math
 import os
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -40,7 +41,8 @@ def writer(tmp_path: Path, step: int = 0, **output: Any) -> RunWriter:
     files = RunFiles(tmp_path)
     files.create()
     settings = Settings(output={"folder": str(tmp_path), "log_interval": 2, **output})  # type: ignore[arg-type]
-    return RunWriter(files, settings, step, None, 1, torch.device("cpu"))
+    world = SimpleNamespace(settings=settings, device=torch.device("cpu"))
+    return RunWriter(files, SimpleNamespace(world=world, parameters=1), step)  # type: ignore[arg-type]
 
 
 def result(loss: float, **more: Any) -> StepResult:

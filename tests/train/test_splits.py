@@ -99,6 +99,7 @@ def test_curve_is_that_of_one_rank(
     model, ranks, changes = (SPLITS | MORE_SPLITS)[name]
     lines = curve(fresh_ranks, settings_of(model, corpus, tmp_path, **changes), ranks)
     assert_same_curve(lines, one_rank(model))
+    assert all(line["imbalance"] >= 1 for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ bytes stay the same; messages, kernel calls and steps are as many times as many.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -58,7 +59,7 @@ def cut_fetches(plan: Plan, pieces: int) -> Plan:
 def _cut_program(program: Program, pieces: int) -> Program:
     """Cut a direction. What starts, is computed or lands in piece i of a slot does so in the i-th of the new steps, or
     of those after the step in which the whole was there."""
-    fills = _Fills.of(program)
+    fills = _fills(program)
     contents, spans = _cut_contents(program, fills, pieces)
     last = program.steps * pieces - 1
     fetch, src_piece, dst_piece = _cut_messages(program.fetch, fills, pieces, "done")
@@ -79,36 +80,26 @@ def _cut_program(program: Program, pieces: int) -> Program:
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _Fills:
-    """Rows that fetches bring to each receive slot, stage by stage.
+#: Function of (rank, slot, step) that returns the rows of what reached a slot last before a step; 0 for slot 0.
+Fills = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
 
-    Attributes:
-        slots, steps: number of slots and of steps of the program.
-        key: (rank, slot, step in which the rows are there) as one number, ascending, int64 [n].
-        rows: number of rows, int64 [n].
-    """
 
-    slots: int
-    steps: int
-    key: np.ndarray
-    rows: np.ndarray
+def _fills(program: Program) -> Fills:
+    """Return the rows that fetches bring to each receive slot, stage by stage."""
+    slots, steps = program.capacity.shape[1], program.steps
+    owner, runs = program.fetch.flat_runs
+    items = program.fetch.items[owner]
+    key = (items["dst"] * slots + items["dst_slot"]) * steps + items["done"]
+    order = np.argsort(key, kind="stable")
+    first = group_starts(key[order])
+    rows = np.maximum.reduceat((runs["dst_row"] + runs["rows"])[order], first) if len(first) else np.zeros(1, np.int64)
+    key = key[order][first]
 
-    @staticmethod
-    def of(program: Program) -> _Fills:
-        slots, steps = program.capacity.shape[1], program.steps
-        owner, runs = program.fetch.flat_runs
-        items = program.fetch.items[owner]
-        key = (items["dst"] * slots + items["dst_slot"]) * steps + items["done"]
-        order = np.argsort(key, kind="stable")
-        first = group_starts(key[order])
-        rows = np.maximum.reduceat((runs["dst_row"] + runs["rows"])[order], first) if len(first) else first
-        return _Fills(slots, steps, key[order][first], rows)
+    def before(rank: np.ndarray, slot: np.ndarray, step: np.ndarray) -> np.ndarray:
+        index = np.searchsorted(key, (rank * slots + slot) * steps + step) - 1
+        return np.where(slot > 0, rows[np.maximum(index, 0)], 0)
 
-    def before(self, rank: np.ndarray, slot: np.ndarray, step: np.ndarray) -> np.ndarray:
-        """Return the rows of what reached a slot last before a step, int64 [n]; 0 for slot 0."""
-        index = np.searchsorted(self.key, (rank * self.slots + slot) * self.steps + step) - 1
-        return np.where(slot > 0, self.rows[np.maximum(index, 0)] if len(self.rows) else 0, 0)
+    return before
 
 
 def _borders(fill: np.ndarray, pieces: int) -> np.ndarray:
@@ -120,7 +111,7 @@ def _borders(fill: np.ndarray, pieces: int) -> np.ndarray:
 
 
 def _cut_messages(
-    messages: Messages, fills: _Fills, pieces: int, filled: str
+    messages: Messages, fills: Fills, pieces: int, filled: str
 ) -> tuple[Messages, np.ndarray, np.ndarray]:
     """Cut messages where pieces of their source slots and target slots begin; steps stay as they are.
 
@@ -135,8 +126,8 @@ def _cut_messages(
     """
     message, runs = messages.flat_runs
     items = messages.items[message]
-    src_fill = fills.before(items["src"], items["src_slot"], items["start"])
-    dst_fill = fills.before(items["dst"], items["dst_slot"], items[filled] + (filled == "done"))
+    src_fill = fills(items["src"], items["src_slot"], items["start"])
+    dst_fill = fills(items["dst"], items["dst_slot"], items[filled] + (filled == "done"))
     # Borders of pieces, and the part of each run that lies in a piece of the source and in one of the target
     # [runs, pieces, pieces]: all in rows of the target slot.
     shift = (runs["dst_row"] - runs["src_row"])[:, None]
@@ -158,7 +149,7 @@ def _cut_messages(
     return Messages(cut_items, cut_runs), src_piece[first], dst_piece[first]
 
 
-def _cut_contents(program: Program, fills: _Fills, pieces: int) -> tuple[np.ndarray, np.ndarray]:
+def _cut_contents(program: Program, fills: Fills, pieces: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the contents of the steps of all pieces, and their spans."""
     contents = program.contents
     is_whole = (contents["slot"] == 0) & (contents["step"] == 0)
@@ -172,7 +163,7 @@ def _cut_contents(program: Program, fills: _Fills, pieces: int) -> tuple[np.ndar
     first_row = rows_before
     if len(others):
         first_row = rows_before - rows_before[first_span][content] + others["row"][content]
-    fill = fills.before(others["rank"], others["slot"], others["step"])
+    fill = fills(others["rank"], others["slot"], others["step"])
     own_rows = np.add.reduceat(length, first_span) if len(first_span) else fill
     is_own = others["slot"] == 0  # shares of the local block are cut by themselves, not at borders of a slot
     borders = _borders(np.where(is_own, own_rows, fill), pieces) + np.where(is_own, others["row"], 0)[:, None]

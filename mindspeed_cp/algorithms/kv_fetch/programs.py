@@ -19,17 +19,14 @@ block are kept for the steps in which the last of them travel.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from mindspeed_cp.algorithms.kv_fetch.needs import (
     KvFetches,
     KvOwners,
-    NeededTokens,
     concatenate_messages,
     needed_tokens,
-    nodes_apart,
 )
 from mindspeed_cp.algorithms.kv_fetch.schedule import Schedule, direct_schedule, schedule
 from mindspeed_cp.algorithms.split_local_block import LATE_SHARE, local_block_work, split_local_block
@@ -66,8 +63,7 @@ def staged(
     shared = _on_several_ranks(queries) | _on_several_ranks(keys)
     needs = needed_tokens(queries, keys, attention, shared[queries.spans["doc"]])
     held = KvOwners.of(keys, shared[keys.spans["doc"]])
-    rounds, crossing = _rounds(needs, held, keys, topology)
-    times = schedule(rounds, crossing, needs, held, keys, topology, routing, prefetch)
+    times = schedule(needs, held, keys, topology, routing, prefetch)
     own_pairs = local_block_work(queries, keys, attention)
     total_pairs = document_pairs(queries.documents, keys.documents, attention).sum()
     if beside is not None:
@@ -163,15 +159,16 @@ def _programs(
 def slot_contents(keys: Layout, times: Schedule) -> tuple[np.ndarray, np.ndarray]:
     """Return the contents of all slots, local blocks first, and the spans that they refer to."""
     local = np.zeros(keys.ranks, CONTENT)
-    local["rank"], local["first"], local["count"] = np.arange(keys.ranks), keys.span_offsets[:-1], np.diff(
-        keys.span_offsets
-    )  # fmt: skip
+    local["rank"], local["first"], local["count"] = (
+        np.arange(keys.ranks),
+        keys.span_offsets[:-1],
+        np.diff(keys.span_offsets),
+    )
     spans, contents, total = [keys.spans], [local[local["count"] > 0]], len(keys.spans)
     for buffer in times.buffers:
         fetches = buffer.fetches
         first = fetches.slot_begins
-        received = np.zeros(len(first), CONTENT)
-        stage = fetches.stage[first]
+        received, stage = np.zeros(len(first), CONTENT), fetches.stage[first]
         received["rank"], received["step"], received["slot"] = (
             fetches.dst[first],
             buffer.step[stage],
@@ -206,22 +203,3 @@ def _on_several_ranks(layout: Layout) -> np.ndarray:
     np.minimum.at(low, root[spans["doc"]], spans["rank"])
     np.maximum.at(high, root[spans["doc"]], spans["rank"])
     return (high > low)[root]
-
-
-def _rounds(needs: NeededTokens, held: KvOwners, keys: Layout, topology: Topology) -> tuple[KvFetches, KvFetches]:
-    """Return what ranks fetch in their own node, in two rounds (stages 0 and 1: the halves of documents), and what they
-    fetch from other nodes (stage: distance of the nodes)."""
-    fetches = held.fetch_list(needs)
-    fetches = fetches[fetches.src != fetches.dst]
-    per_node = topology.ranks_per_node
-    src_node, dst_node = fetches.src // per_node, fetches.dst // per_node
-    near = src_node == dst_node
-    inside, across = fetches[near], fetches[~near]
-    middle = keys.documents.offsets[inside.doc] + (keys.documents.lengths[inside.doc] + 1) // 2
-    stage = nodes_apart(keys, per_node, across.doc, src_node[~near], dst_node[~near])
-    drop = np.maximum(middle - inside.start, 0)
-    first = replace(inside, stop=np.minimum(inside.stop, middle))
-    second = replace(inside.shortened(drop, inside.rows - drop), stage=np.ones(len(inside), np.int64))
-    halves = KvFetches.concatenate([first, second])
-    halves = halves[halves.stop > halves.start]
-    return halves.sorted_by_slot(), replace(across, stage=stage).sorted_by_slot()

@@ -54,19 +54,6 @@ class Hop:
         return fetch, reduce
 
 
-class _SlotAllocator:
-    """Hands out slot numbers: for each kind of buffer as many as are in use at once."""
-
-    def __init__(self) -> None:
-        self.count = 1
-
-    def of(self, stages: int, turn: int) -> np.ndarray:
-        """Return the slot of each stage; `turn` of them are in use at once."""
-        slots = self.count + np.arange(stages) % max(1, min(turn, stages))
-        self.count += min(turn, stages)
-        return slots
-
-
 @dataclass(frozen=True, eq=False)
 class Buffer:
     """Received rows that are computed on, in one kind of slots.
@@ -101,45 +88,54 @@ class Schedule:
 
 
 def schedule(
-    rounds: KvFetches,
-    crossing: KvFetches,
-    needs: NeededTokens,
-    held: KvOwners,
-    keys: Layout,
-    topology: Topology,
-    routing: bool,
-    prefetch: int,
+    needs: NeededTokens, held: KvOwners, keys: Layout, topology: Topology, routing: bool, prefetch: int
 ) -> Schedule:
     """Return steps and slots of a KV fetch.
 
     Args:
-        rounds: tokens that ranks fetch in their node; stage is the round.
-        crossing: tokens that they fetch from other nodes; stage is the distance of the nodes.
-        needs, held, keys: what is needed and where it is, for the routes between nodes.
+        needs, held, keys: what is needed, and where it is.
         topology: ranks and nodes.
         routing: True if what crosses between nodes is routed.
         prefetch: stages in flight while one is computed.
     """
-    slots = _SlotAllocator()
-    rounds, inner = _numbered_rounds(rounds)
-    in_rounds, at_rounds = slots.of(inner, inner), 1 + np.arange(inner)
-    if routing and topology.ranks_per_node > 1:
-        hops, buffers, steps, last = _routed_hops(inner, needs, held, keys, topology, prefetch, slots)
+    fetches, per_node = held.fetch_list(needs), topology.ranks_per_node
+    fetches = fetches[fetches.src != fetches.dst]
+    near = fetches.src // per_node == fetches.dst // per_node
+    rounds, inner = _numbered_rounds(_halves(fetches[near], keys))
+    in_rounds, at_rounds = _slots(1, inner, inner), 1 + np.arange(inner)
+    if routing and per_node > 1:
+        hops, buffers, steps, last = _routed_hops(inner, needs, held, keys, topology, prefetch)
     else:
-        hops, buffers, steps, last = _direct_hops(inner, crossing, prefetch, slots)
+        hops, buffers, steps, last = _direct_hops(inner, fetches[~near], keys, per_node, prefetch)
     zero = np.zeros(inner, np.int64)
     late = np.minimum(at_rounds + 2, last)
     own_node = Hop(rounds, zero, at_rounds - 1, at_rounds + 1, late, zero, in_rounds)
     return Schedule([own_node, *hops], [Buffer(rounds, at_rounds, in_rounds), *buffers], steps, last)
 
 
+def _halves(fetches: KvFetches, keys: Layout) -> KvFetches:
+    """Return fetches in two rounds: the first and the second halves of documents."""
+    middle = keys.documents.offsets[fetches.doc] + (keys.documents.lengths[fetches.doc] + 1) // 2
+    drop = np.maximum(middle - fetches.start, 0)
+    first = replace(fetches, stop=np.minimum(fetches.stop, middle))
+    second = replace(fetches.shortened(drop, fetches.rows - drop), stage=np.ones(len(fetches), np.int64))
+    halves = KvFetches.concatenate([first, second])
+    return halves[halves.stop > halves.start].sorted_by_slot()
+
+
+def _slots(first: int, stages: int, turn: int) -> np.ndarray:
+    """Return the slot of each stage, from slot `first` on; `turn` of them are in use at once."""
+    return first + np.arange(stages) % max(1, min(turn, stages))
+
+
 def _direct_hops(
-    inner: int, crossing: KvFetches, prefetch: int, slots: _SlotAllocator
+    inner: int, crossing: KvFetches, keys: Layout, per_node: int, prefetch: int
 ) -> tuple[list[Hop], list[Buffer], int, int]:
-    """Return the hops with which every rank fetches from the owners on other nodes itself."""
-    crossing, stages = _numbered_rounds(crossing)
+    """Return the hops with which every rank fetches from the owners on other nodes itself, by the nodes' distance."""
+    distance = nodes_apart(keys, per_node, crossing.doc, crossing.src // per_node, crossing.dst // per_node)
+    crossing, stages = _numbered_rounds(replace(crossing, stage=distance).sorted_by_slot())
     turn = min(prefetch, max(stages, 1)) + 1
-    stage_step, slot = 1 + inner + np.arange(stages), slots.of(stages, turn)
+    stage_step, slot = 1 + inner + np.arange(stages), _slots(1 + inner, stages, turn)
     reused = stages > turn
     start = _posted(stage_step + 1, turn, 0)
     back_done = stage_step + 1 if reused else np.minimum(stage_step + 2, inner + stages + 1)
@@ -149,30 +145,23 @@ def _direct_hops(
 
 
 def _routed_hops(
-    inner: int,
-    needs: NeededTokens,
-    held: KvOwners,
-    keys: Layout,
-    topology: Topology,
-    prefetch: int,
-    slots: _SlotAllocator,
+    inner: int, needs: NeededTokens, held: KvOwners, keys: Layout, topology: Topology, prefetch: int
 ) -> tuple[list[Hop], list[Buffer], int, int]:
     """Return the hops with which blocks cross to a node once and are forwarded inside it."""
-    routes = route(needs, held, keys, topology.nodes, topology.ranks_per_node)
-    known = np.unique(routes.resident.stage)
+    *routes, used = route(needs, held, keys, topology.nodes, topology.ranks_per_node)
+    known = np.unique(routes[-1].stage)
     stages = len(known)
     if not stages:
         return [], [], 1 + inner, 1 + inner
-    dispatch, cross, helped, forward, resident = (
-        _numbered_rounds(x, known)[0]
-        for x in (routes.dispatch, routes.cross, routes.crossing_helped, routes.forward, routes.resident)
-    )
+    dispatch, cross, helped, forward, resident = (_numbered_rounds(fetches, known)[0] for fetches in routes)
     help_first, prefetch = int(len(dispatch) > 0), min(prefetch, stages)
     # A stage is computed in this step; it is passed on in the steps before.
     stage_step = max(1 + inner, 1 + prefetch + help_first) + np.arange(stages)
     home = stage_step + 2 + CROSSING_STEPS  # helpers give gradients to owners
-    turn_r, turn_h = prefetch + 1 + 2 * CROSSING_STEPS, prefetch + 3 + 2 * CROSSING_STEPS
-    in_s, in_r = slots.of(stages, prefetch + 1), slots.of(stages, turn_r)
+    turn_s, turn_r, turn_h = (
+        min(prefetch + more, stages) for more in (1, 1 + 2 * CROSSING_STEPS, 3 + 2 * CROSSING_STEPS)
+    )
+    in_s, in_r = _slots(1 + inner, stages, turn_s), _slots(1 + inner + turn_s, stages, turn_r)
     crosses = _posted(home - 1, turn_r, help_first)
     zero = np.zeros(stages, np.int64)
     hops = [
@@ -180,12 +169,12 @@ def _routed_hops(
         Hop(forward, stage_step - prefetch, stage_step - 1, stage_step + 1, stage_step + 1, in_r, in_s),
     ]
     if help_first:
-        in_h = slots.of(stages, turn_h)
+        in_h = _slots(1 + inner + turn_s + turn_r, stages, turn_h)
         hops += [
             Hop(dispatch, crosses - 1, crosses - 1, home, home, zero, in_h),
             Hop(helped, crosses, stage_step - prefetch - 1, stage_step + 2, home - 1, in_h, in_r),
         ]
-    buffers = [Buffer(forward, stage_step, in_s), Buffer(resident, stage_step, in_r, routes.used)]
+    buffers = [Buffer(forward, stage_step, in_s), Buffer(resident, stage_step, in_r, used)]
     return hops, buffers, int(stage_step[-1]) + 1, int(home[-1]) - (not help_first)
 
 
@@ -214,7 +203,7 @@ def direct_schedule(fetches: KvFetches, prefetch: int) -> Schedule:
     """
     fetches, rounds = _numbered_rounds(fetches)
     number = np.arange(rounds)
-    slot = 1 + number % max(1, min(prefetch + 1, rounds))
+    slot = _slots(1, rounds, prefetch + 1)
     posted, computed, last = np.maximum(0, number + 1 - prefetch), number + 1, rounds + 1
     returned = np.minimum(computed + prefetch, last)  # when the slot is filled again
     hop = Hop(fetches, posted, number, computed + 1, returned, np.zeros_like(slot), slot)
@@ -242,26 +231,16 @@ MIN_SHARING_RANKS = 0.5
 SPREAD_ABOVE = 1.2
 
 
-@dataclass(frozen=True, eq=False)
-class Routes:
-    """Fetches of all stages. A stage is the distance from node to node,
-    counted among the nodes of the document.
-
-    Attributes:
-        dispatch: from owners to helpers of their node, into slot H.
-        cross: from owners (slot 0) to relays, into slot R.
-        crossing_helped: from helpers (slot H) to relays, into slot R.
-        forward: from relays (slot R) to ranks of their node, into slot S.
-        resident: what relays hold in slot R; dst is the relay, rows as in the slot.
-        used: True if the relay itself needs it, bool [resident].
-    """
-
-    dispatch: KvFetches
-    cross: KvFetches
-    crossing_helped: KvFetches
-    forward: KvFetches
-    resident: KvFetches
-    used: np.ndarray
+#: Fetches of all stages; a stage is the distance from node to node, counted among the nodes of the document:
+#:
+#: * dispatch: from owners to helpers of their node, into slot H;
+#: * cross: from owners (slot 0) to relays, into slot R;
+#: * helped: from helpers (slot H) to relays, into slot R;
+#: * forward: from relays (slot R) to ranks of their node, into slot S;
+#: * resident: what relays hold in slot R; dst is the relay, rows as in the slot;
+#:
+#: and where the relay itself needs what is resident, bool [resident].
+Routes = tuple[KvFetches, KvFetches, KvFetches, KvFetches, KvFetches, np.ndarray]
 
 
 def route(needs: NeededTokens, held: KvOwners, keys: Layout, nodes: int, per_node: int) -> Routes:
@@ -304,7 +283,7 @@ def route(needs: NeededTokens, held: KvOwners, keys: Layout, nodes: int, per_nod
     used[source[forward.src == forward.dst]] = True
     forward = replace(forward, stage=resident.stage[source])
     forward = forward[forward.src != forward.dst].sorted_by_slot()
-    return Routes(dispatch, resident[own], onward, forward, resident, used)
+    return dispatch, resident[own], onward, forward, resident, used
 
 
 def _relays(doc: np.ndarray, node: np.ndarray, seat: np.ndarray, keys: Layout, per_node: int) -> np.ndarray:

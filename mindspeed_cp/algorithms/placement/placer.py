@@ -156,14 +156,12 @@ def repair_placement(
             loads.add(doc, [taker], [1.0])
             documents.setdefault(taker, []).append(doc)
             owners[doc] = taker
-            for heap in (busiest, idlest):
-                heap.update((rank, taker))
-            continue
-        owners.pop(doc, None)
-        ranks = sorted((rank, taker))
-        shares = [1 - share, share] if rank < taker else [share, 1 - share]
-        loads.add(doc, ranks, shares)
-        shared = [*shared, (doc, ranks, shares)]
+        else:
+            owners.pop(doc, None)
+            ranks = sorted((rank, taker))
+            shares = [1 - share, share] if rank < taker else [share, 1 - share]
+            loads.add(doc, ranks, shares)
+            shared = [*shared, (doc, ranks, shares)]
         for heap in (busiest, idlest):
             heap.update((rank, taker))
     if not moved:
@@ -326,11 +324,7 @@ class DocumentPlacer:
                 shared = [self._levelled(loads, *entry) for entry in shared]
             shared, whole = repair_placement(loads, shared, whole, fair, self.per_node)
             shared = [self._levelled(loads, *entry) for entry in shared]
-        return Placement(
-            policy,
-            DocumentShares.from_lists(shared + whole),
-            {size: DocumentShares.from_lists(by_size[size]) for size in sorted(by_size)},
-        )
+        return Placement.from_lists(policy, shared + whole, by_size)
 
     def _place_split(
         self,
@@ -389,11 +383,7 @@ class DocumentPlacer:
                 loads.seconds[rank] += self._flexible_seconds[size][doc]
                 loads.tokens[rank] += self._costs.lengths[doc] / size
         whole = by_size.pop(1, []) + self._place_whole(loads, self._docs[cut:], shared, self.fair) + shared
-        return Placement(
-            policy,
-            DocumentShares.from_lists(whole),
-            {size: DocumentShares.from_lists(by_size[size]) for size in sorted(by_size)},
-        )
+        return Placement.from_lists(policy, whole, by_size)
 
     def _width(self, doc: int) -> int:
         """Return the number of nodes over which a document's heads are split: 1, 2, 4, ..., as many as it needs, up to

@@ -124,6 +124,14 @@ class Placement:
     split: dict[int, DocumentShares]
     parts: int = 1
 
+    @staticmethod
+    def from_lists(
+        policy: PlacementPolicy, whole: list[DocumentRanks], by_size: dict[int, list[DocumentRanks]]
+    ) -> Placement:
+        """Build the placement from its entries; those with split heads are given by number of ranks."""
+        split = {size: DocumentShares.from_lists(by_size[size]) for size in sorted(by_size)}
+        return Placement(policy, DocumentShares.from_lists(whole), split)
+
     def on_several_nodes(self, ranks_per_node: int) -> tuple[list[DocumentRanks], dict[int, list[DocumentRanks]]]:
         """Return the documents on several nodes: those whose keys are fetched, and by ranks of a group those whose
         heads are split."""

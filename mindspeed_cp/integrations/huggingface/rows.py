@@ -15,7 +15,7 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.integrations.huggingface.batch import documents_of_batch
 from mindspeed_cp.integrations.huggingface.families import has_dropout
 from mindspeed_cp.integrations.huggingface.plans import RankPlans, rank_plans_on_mesh
-from mindspeed_cp.layout.host_arrays import as_integers
+from mindspeed_cp.layout.runs import as_integers
 
 
 def slice_rows(x: Tensor, plans: RankPlans, dim: int, padding: float = 0) -> Tensor:

@@ -13,11 +13,10 @@ from mindspeed_cp.layout import Layout
 from mindspeed_cp.plan.problem import documents_error
 from mindspeed_cp.plan.program import DIRECTIONS, Plan, Program
 from mindspeed_cp.plan.records import TILE
-from mindspeed_cp.plan.verify.buffers import check_lifetimes
 from mindspeed_cp.plan.verify.explain import raise_wrong_gradient, raise_wrong_query
 from mindspeed_cp.plan.verify.interpret import Interpreter, expected_sums
 from mindspeed_cp.plan.verify.memory import check_peak_bytes, peak_bytes
-from mindspeed_cp.plan.verify.queues import check_queues
+from mindspeed_cp.plan.verify.messages import check_lifetimes, check_queues
 from mindspeed_cp.plan.verify.structure import (
     check_parts,
     check_program,
@@ -48,8 +47,8 @@ def verify_plan(plan: Plan, *, max_bytes: int | None = None, bytes_per_element: 
     * every visible (query, key) pair is computed exactly once, and no other pair is; in the backward, the gradient of
       every key returns to its owner with the contribution of every query exactly once (:mod:`.interpret`);
     * no stale, empty or half-received row is computed or sent; no row is received while it is read, sent or received
-      again; no gradient is sent while it is still summed (:mod:`.buffers`);
-    * no dead-lock, even if every send waits for its receiver (:mod:`.queues`); redistributions are posted all at once
+      again; no gradient is sent while it is still summed (:mod:`.messages`);
+    * no dead-lock, even if every send waits for its receiver (:mod:`.messages`); redistributions are posted all at once
       and need no order;
     * for a plan of parts: the parts cover the documents of the batch once, hold the rows of the plan, are proved one by
       one, and cannot dead-lock in the order of their steps (:mod:`.structure`);

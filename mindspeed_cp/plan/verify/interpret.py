@@ -248,7 +248,14 @@ class Interpreter:
         _add_to_rows(out_deltas, full["q_row"], full["q_rows"], keys[k + full["k_rows"]] - keys[k])
         _add_to_rows(key_deltas, k, full["k_rows"], queries[full["q_row"] + full["q_rows"]] - queries[full["q_row"]])
 
-        self._compute_bands(tiles[tiles["mask"] == BAND], out, queries, keys, first, key_deltas)
+        band = tiles[tiles["mask"] == BAND]  # one sum for each q row, and two differences of the key sums
+        if len(band):
+            low, high = visible_keys(band, self.program.attention)
+            rows, k = ragged_arange(band["q_row"], band["q_rows"]), np.repeat(band["k_row"] - first, band["q_rows"])
+            np.add.at(out, rows, keys[k + high] - keys[k + low])
+            numbers = queries[rows + 1] - queries[rows]
+            np.add.at(key_deltas, k + low, numbers)
+            np.subtract.at(key_deltas, k + high, numbers)
         causal = tiles[tiles["mask"] == CAUSAL]
         q, n, k = causal["q_row"], causal["q_rows"], causal["k_row"] - first
         past = causal["k_rows"] - n  # number of keys that every query of the tile sees
@@ -258,26 +265,6 @@ class Interpreter:
         np.add.at(seen_by, ragged_arange(k + past, n), queries[np.repeat(q + n, n)] - queries[rows])
         seen_by += np.cumsum(key_deltas[:-1], dtype=np.uint64)
         self.gradient[rank][slot][first : first + len(seen_by)] += seen_by * np.diff(keys)  # times the own numbers
-
-    def _compute_bands(
-        self,
-        band: np.ndarray,
-        out: np.ndarray,
-        queries: np.ndarray,
-        keys: np.ndarray,
-        first: int,
-        key_deltas: np.ndarray,
-    ) -> None:
-        """Compute band tiles: one sum for each q row, and two differences of the key sums for each q row."""
-        if not len(band):
-            return
-        low, high = visible_keys(band, self.program.attention)
-        rows = ragged_arange(band["q_row"], band["q_rows"])
-        k = np.repeat(band["k_row"] - first, band["q_rows"])
-        np.add.at(out, rows, keys[k + high] - keys[k + low])
-        numbers = queries[rows + 1] - queries[rows]
-        np.add.at(key_deltas, k + low, numbers)
-        np.subtract.at(key_deltas, k + high, numbers)
 
 
 def _rows(messages: Messages, index: int) -> tuple[np.ndarray | slice, np.ndarray | slice]:

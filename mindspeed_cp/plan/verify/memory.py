@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 
 from mindspeed_cp.errors import PlanError
+from mindspeed_cp.layout import Redistribution
+from mindspeed_cp.layout.redistribution import packed_pairs
+from mindspeed_cp.layout.runs import intersect_runs
 from mindspeed_cp.plan.parts import part_ends, part_rows
-from mindspeed_cp.plan.program import Plan
-from mindspeed_cp.plan.records import int64_record
-from mindspeed_cp.plan.verify.buffers import BufferBytes, Rows, buffer_bytes
+from mindspeed_cp.plan.program import Plan, Program
+from mindspeed_cp.plan.records import Messages, int64_record
 from mindspeed_cp.schema.numbers import check_type
 
 #: Bytes of one rank: K/V receive buffers, fp32 gradients, results of redistributions, staging (its largest moment),
@@ -161,3 +166,193 @@ def check_peak_bytes(plan: Plan, max_bytes: int, bytes_per_element: int) -> None
                 f"values, {peak['gradients']} gradients, {peak['redistributed']} redistributed, {peak['staging']} "
                 f"staging), more than the bound of {max_bytes}"
             )
+
+
+# Bytes of each buffer of one plan without parts.
+
+
+@dataclass(frozen=True)
+class BufferBytes:
+    """Bytes of the buffers of one direction, int64; `peak_bytes` describes them.
+
+    Attributes:
+        kv: receive buffers, [ranks].
+        gradients: gradients of each slot, [ranks, slots].
+        staging: staging in each step, [steps, ranks].
+        saved_inputs: redistributed q, k and v that the backward has from the forward, [ranks].
+        inputs, outputs: results of the redistributions before and after the steps, [ranks].
+        output_copies: the part of `outputs` in which copies of kv heads are summed and later rounded, [ranks].
+        input_staging, output_staging: staging of these redistributions, [ranks].
+        has_copies: True if a kv head is on several ranks; gradients then stay fp32 until they are redistributed.
+    """
+
+    kv: np.ndarray
+    gradients: np.ndarray
+    staging: np.ndarray
+    saved_inputs: np.ndarray
+    inputs: np.ndarray
+    outputs: np.ndarray
+    output_copies: np.ndarray
+    input_staging: np.ndarray
+    output_staging: np.ndarray
+    has_copies: bool
+
+
+#: First rows and numbers of rows of the runs of a part's rows among the caller's, for each rank; None: all rows.
+Rows = Sequence[tuple[np.ndarray, np.ndarray]] | None
+
+#: Rows of tensors that are redistributed: the redistribution (None: nothing moves), bytes of a (row, head) of all
+#: tensors, number of tensors, and rows of the part.
+MovedRows = tuple[Redistribution | None, int, int, Rows]
+
+
+def buffer_bytes(plan: Plan, direction: str, size: int, rows: Rows = None, kv_rows: Rows = None) -> BufferBytes:
+    """Return the buffers of a plan without parts.
+
+    Args:
+        plan: plan, or part of a plan.
+        direction: "forward" or "backward".
+        size: bytes of an element.
+        rows, kv_rows: rows of a part among the caller's rows of q, and of k and v.
+    """
+    program: Program = getattr(plan, direction)
+    attention = plan.attention
+    kv_channels = attention.kv_row.dim + attention.kv_row.dim_v  # of a head
+    kv_width = plan.kv_layout_compute.head_counts(attention.kv_row.heads) * kv_channels
+    gradients = np.zeros_like(program.capacity)
+    if direction == "backward":
+        summed = np.zeros_like(program.capacity, bool)
+        summed[:, 0] = True
+        summed[program.contents["rank"], program.contents["slot"]] = True
+        summed[program.reduce.items["dst"], program.reduce.items["dst_slot"]] = True
+        gradients = program.capacity * summed * kv_width[:, None] * 4
+    staging = _message_staging(plan, program, size) * kv_width
+
+    qk, v = attention.head_dim, attention.head_dim_v
+    q, kv = plan.q_redistribution, plan.kv_redistribution
+    has_copies = kv is not None and kv.has_copies
+    saved: list[MovedRows] = []
+    inputs: list[MovedRows] = [(q, qk * size, 1, rows), (kv, kv_channels * size, 2, kv_rows)]
+    outputs: list[MovedRows] = [(q, v * size, 1, rows)]
+    if direction == "backward":
+        saved, inputs = inputs, outputs
+        outputs = [(q, qk * size, 1, rows), (kv, kv_channels * (4 if has_copies else size), 2, kv_rows)]
+    return BufferBytes(
+        kv=program.capacity[:, 1:].sum(1) * kv_width * size,
+        gradients=gradients,
+        staging=staging,
+        saved_inputs=_result_bytes(plan, saved, adjoint=False),
+        inputs=_result_bytes(plan, inputs, adjoint=False),
+        outputs=_result_bytes(plan, outputs, adjoint=True),
+        output_copies=_result_bytes(plan, outputs[1:] if has_copies else [], adjoint=True),
+        input_staging=_staging_bytes(plan, inputs, adjoint=False),
+        output_staging=_staging_bytes(plan, outputs, adjoint=True),
+        has_copies=has_copies,
+    )
+
+
+def _result_bytes(plan: Plan, moved: Sequence[MovedRows], adjoint: bool) -> np.ndarray:
+    """Return the bytes of the results of redistributions, int64 [ranks]."""
+    out = np.zeros(plan.ranks, np.int64)
+    for redistribution, width, *_ in moved:
+        if redistribution is None:
+            continue
+        target, heads = redistribution.target, redistribution.heads
+        if adjoint:
+            out += redistribution.source.token_counts * heads * width
+        else:
+            out += target.token_counts * target.head_counts(heads) * width
+    return out
+
+
+def _staging_bytes(plan: Plan, moved: Sequence[MovedRows], adjoint: bool) -> np.ndarray:
+    """Return the bytes of the staging of redistributions that are posted together, int64 [ranks]."""
+    out = np.zeros(plan.ranks, np.int64)
+    present = [(moves, width, tensors, rows) for moves, width, tensors, rows in moved if moves is not None]
+    packed = packed_pairs([(moves, width, tensors) for moves, width, tensors, _ in present])
+    for (moves, width, _, rows), is_packed in zip(present, packed, strict=True):
+        out += staging_volume(moves, adjoint, rows, is_packed) * width
+    return out
+
+
+def staging_volume(
+    redistribution: Redistribution, adjoint: bool, rows: Rows = None, packed: np.ndarray | bool = False
+) -> np.ndarray:
+    """Return the (row, head) pairs that a redistribution stages, int64 [ranks]; an upper bound.
+
+    Staged are messages that several tensors are packed into; of a single one, on the side with all heads, rows of some
+    heads only and rows from several places; on the other side, rows from several places; copies that are summed; and
+    rows that stay on a rank but are gathered from several places.
+
+    Args:
+        redistribution: redistribution.
+        adjoint: True for the move back to the source.
+        rows: runs of the source's rows among the caller's rows.
+        packed: of each of `rank_pairs`, or of all: there are rows of other tensors in the same message.
+    """
+    pairs = redistribution.rank_pairs
+    out = np.zeros(redistribution.source.ranks, np.int64)
+    for pair, is_packed in zip(pairs, np.broadcast_to(packed, len(pairs)), strict=True):
+        runs, volume = redistribution.runs_of(pair), int(pair["rows"] * pair["heads"])
+        src_row, count = runs["src_row"], runs["rows"]
+        if rows is not None and not adjoint:  # the adjoint writes to the part's own rows
+            src_row, count = _caller_runs(src_row, count, *rows[pair["src"]])
+        src_is_run, dst_is_run = _is_one_run(src_row, count), _is_one_run(runs["dst_row"], runs["rows"])
+        if pair["src"] == pair["dst"]:
+            if not (dst_is_run if adjoint else src_is_run):
+                out[pair["src"]] += volume
+            continue
+        some_heads = pair["heads"] < redistribution.heads and pair["rows"] > 1
+        if is_packed or some_heads or not src_is_run or (adjoint and redistribution.has_copies):
+            out[pair["src"]] += volume
+        if is_packed or not dst_is_run:
+            out[pair["dst"]] += volume
+    return out
+
+
+def _caller_runs(
+    row: np.ndarray, count: np.ndarray, first: np.ndarray, rows: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return runs of a part's rows as runs of the caller's, where the part's rows are `rows` from each `first` on."""
+    first, rows = first[rows > 0], rows[rows > 0]
+    ends = np.cumsum(rows)
+    _, run, begin, end = intersect_runs(row, row + count, ends - rows, ends)
+    return first[run] + begin - (ends - rows)[run], end - begin
+
+
+def _is_one_run(first: np.ndarray, rows: np.ndarray) -> bool:
+    return bool((first[1:] == first[:-1] + rows[:-1]).all())
+
+
+def _message_staging(plan: Plan, program: Program, size: int) -> np.ndarray:
+    """Return the staging of messages that travel by themselves, in bytes of one channel, int64 [steps, ranks]."""
+    staging = np.zeros((program.steps, plan.ranks), np.int64)
+    fetch, reduce = program.fetch, program.reduce
+    gathered, every = ~reduce.is_contiguous("src"), np.ones(len(reduce), bool)
+    _add_staging(staging, fetch, size, ~fetch.is_contiguous("src"), ~fetch.is_contiguous("dst"))
+    if plan.gradient_bytes == 4:
+        _add_staging(staging, reduce, 4, gathered, every)
+    else:  # rounded copies are sent; scattered rows are copied in fp32 before that, and when they are added
+        _add_staging(staging, reduce, plan.gradient_bytes, every, every)
+        _add_staging(staging, reduce, 4, gathered, ~reduce.is_contiguous("dst"))
+    return staging
+
+
+def _add_staging(
+    staging: np.ndarray, messages: Messages, size: int, gathered: np.ndarray, received_apart: np.ndarray
+) -> None:
+    """Add the staging of messages, in bytes of one channel, to the steps in which they are in flight.
+
+    Args:
+        staging: [steps, ranks].
+        messages: messages of one kind.
+        size: bytes of an element.
+        gathered: bool [messages], True where the sender copies the rows first.
+        received_apart: bool [messages], True where they arrive in a buffer of their own.
+    """
+    for item, is_copied, apart in zip(messages.items, gathered, received_apart, strict=True):
+        steps = slice(item["start"], item["done"] + 1)
+        if is_copied:
+            staging[steps, item["src"]] += item["rows"] * size
+        if apart:
+            staging[steps, item["dst"]] += item["rows"] * size

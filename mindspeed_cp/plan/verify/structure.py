@@ -5,6 +5,7 @@ Numbers may be any of 64 bits: sums that could overflow are written as differenc
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from mindspeed_cp.layout import ROW_RUN, TOKEN_SPAN, Documents, Layout, Redistri
 from mindspeed_cp.plan.parts import parts_error
 from mindspeed_cp.plan.problem import AttentionConfig, Topology
 from mindspeed_cp.plan.program import DIRECTIONS, REDUCE_BYTES, Plan, Program
-from mindspeed_cp.plan.records import BAND, CAUSAL, CONTENT, FULL, MASK_NAMES, MESSAGE, Messages
+from mindspeed_cp.plan.records import BAND, CAUSAL, CONTENT, MASK_NAMES, MESSAGE, Messages
 from mindspeed_cp.schema.messages import short_repr
 from mindspeed_cp.schema.numbers import is_int
 
@@ -144,112 +145,74 @@ def check_program(plan: Plan, program: Program, direction: str) -> None:
             f"{direction}: rank {rank}, step 0: slot 0 has {program.capacity[rank, 0]} rows, but the rank holds "
             f"{plan.kv_layout_compute.token_counts[rank]} tokens"
         )
-    _check_messages(program, program.fetch, f"{direction}: fetch")
-    _check_messages(program, program.reduce, f"{direction}: reduce")
-    into_own = np.flatnonzero(program.fetch.items["dst_slot"] == 0)
-    if len(into_own):
-        item = program.fetch.items[into_own[0]]
-        raise PlanError(
-            f"{direction}: rank {item['dst']}, step {item['start']}: a fetch writes to slot 0, the rank's own rows "
-            f"({describe_message('fetch', item)})"
-        )
-    _check_contents(program, direction)
+    for kind in ("fetch", "reduce"):
+        items = getattr(program, kind).items
+        for wrong, end, why in _message_faults(program, kind) if len(items) else ():
+            if wrong.any():
+                item = items[int(np.argmax(wrong))]
+                where = f"{direction}: {kind}: rank {item[end]}, step {item['start']}"
+                raise PlanError(f"{where}: {describe_message('message', item)}{why}")
+    for wrong, why in _content_faults(program) if len(program.contents) else ():
+        if wrong.any():
+            bad = program.contents[int(np.argmax(wrong))]
+            where = f"{direction}: rank {bad['rank']}, step {bad['step']}"
+            raise PlanError(f"{where}: contents of slot {bad['slot']} {why}")
 
 
-def _check_messages(program: Program, messages: Messages, where: str) -> None:
-    items, runs = messages.items, messages.runs
-    ranks, slots = program.capacity.shape
-    if not len(items):
-        return
-    ends_ok = np.ones(len(items), bool)
-    for side in ("src", "dst"):
-        ends_ok &= (items[side] >= 0) & (items[side] < ranks)
-        ends_ok &= (items[side + "_slot"] >= 0) & (items[side + "_slot"] < slots)
-    step_ok = (items["start"] >= 0) & (items["start"] <= items["done"]) & (items["done"] < program.steps)
-    runs_ok = (items["first"] >= 0) & (items["count"] > 0) & (items["first"] <= len(runs) - items["count"])
-    for ok, why in (
-        (ends_ok, f"ranks go from 0 to {ranks - 1} and slots from 0 to {slots - 1}"),
-        (items["src"] != items["dst"], "a rank does not send to itself"),
-        (step_ok, f"steps go from 0 to {program.steps - 1}, and a message is not done before it starts"),
-        (runs_ok, "its runs do not exist"),
-    ):
-        if not ok.all():
-            item = items[int(np.argmin(ok))]
-            raise PlanError(
-                f"{where}: rank {item['src']}, step {item['start']}: {describe_message('message', item)}: {why}"
-            )
-    late = np.flatnonzero(np.diff(items["start"]) < 0)
-    if len(late):
-        item = items[late[0] + 1]
-        raise PlanError(
-            f"{where}: rank {item['src']}, step {item['start']}: {describe_message('message', item)} comes after a "
-            "message of a later step; ranks would issue sends and receives in different orders and could dead-lock"
-        )
-    owner, flat = messages.flat_runs
+def _message_faults(program: Program, kind: str) -> Iterator[tuple[np.ndarray, str, str]]:
+    """Yield which messages are wrong, the end to name, and why; a check relies on those before it."""
+    messages: Messages = getattr(program, kind)
+    items, sides, (ranks, slots) = messages.items, ("src", "dst"), program.capacity.shape
+    unknown = [(items[side] < 0) | (items[side] >= ranks) for side in sides]
+    unknown += [(items[side + "_slot"] < 0) | (items[side + "_slot"] >= slots) for side in sides]
+    yield np.any(unknown, axis=0), "src", f": ranks go from 0 to {ranks - 1} and slots from 0 to {slots - 1}"
+    yield items["src"] == items["dst"], "src", ": a rank does not send to itself"
+    backwards = (items["start"] < 0) | (items["start"] > items["done"]) | (items["done"] >= program.steps)
+    yield backwards, "src", f": steps go from 0 to {program.steps - 1}, and a message is not done before it starts"
+    missing = (items["first"] < 0) | (items["count"] <= 0) | (items["first"] > len(messages.runs) - items["count"])
+    yield missing, "src", ": its runs do not exist"
+    why = " comes after a message of a later step; ranks would issue sends and receives in different orders and could "
+    yield np.append(False, np.diff(items["start"]) < 0), "src", f"{why}dead-lock"
+    owner, runs = messages.flat_runs
     total = np.zeros(len(items), np.int64)
-    np.add.at(total, owner, flat["rows"])
-    if (flat["rows"] <= 0).any() or (total != items["rows"]).any():
-        item = items[int(np.argmax(total != items["rows"]))]
-        raise PlanError(
-            f"{where}: rank {item['src']}, step {item['start']}: {describe_message('message', item)} has another "
-            "number of rows than its runs"
-        )
-    for side in ("src", "dst"):
+    np.add.at(total, owner, runs["rows"])
+    empty = np.bincount(owner[runs["rows"] <= 0], minlength=len(items)) > 0
+    yield empty | (total != items["rows"]), "src", " has another number of rows than its runs"
+    for side in sides:
         room = program.capacity[items[side][owner], items[side + "_slot"][owner]]
-        outside = np.flatnonzero((flat[side + "_row"] > room - flat["rows"]) | (flat[side + "_row"] < 0))
-        if len(outside):
-            item = items[owner[outside[0]]]
-            raise PlanError(
-                f"{where}: rank {item[side]}, step {item['start']}: {describe_message('message', item)} leaves the "
-                f"{room[outside[0]]} rows of slot {item[side + '_slot']}"
-            )
+        outside = (runs[side + "_row"] > room - runs["rows"]) | (runs[side + "_row"] < 0)
+        first = int(np.argmax(outside))
+        why = f" leaves the {room[first]} rows of slot {items[side + '_slot'][owner[first]]}"
+        yield np.bincount(owner[outside], minlength=len(items)) > 0, side, why
+    if kind == "fetch":
+        yield items["dst_slot"] == 0, "dst", " writes to slot 0, the rank's own rows"
 
 
-def _check_contents(program: Program, direction: str) -> None:
-    contents, spans = program.contents, program.spans
+def _content_faults(program: Program) -> Iterator[tuple[np.ndarray, str]]:
+    """Yield which contents are wrong, and why; a check relies on those before it."""
+    contents, spans, documents = program.contents, program.spans, program.kv_documents
     ranks, slots = program.capacity.shape
     ok = (contents["rank"] >= 0) & (contents["rank"] < ranks) & (contents["slot"] >= 0) & (contents["slot"] < slots)
     ok &= (contents["step"] >= 0) & (contents["step"] < program.steps) & (contents["first"] >= 0)
     ok &= (contents["count"] > 0) & (contents["first"] <= len(spans) - contents["count"])
-    if not ok.all():
-        bad = contents[int(np.argmin(ok))]
-        raise PlanError(
-            f"{direction}: rank {bad['rank']}, step {bad['step']}: contents of slot {bad['slot']} refer to a rank, "
-            f"slot, step or span that does not exist"
-        )
+    yield ~ok, "refer to a rank, slot, step or span that does not exist"
     keys = [contents[field] for field in ("row", "slot", "step", "rank")]
-    order = np.lexsort(keys)
+    order, rows = np.lexsort(keys), _content_rows(program)
     same = np.all([np.diff(key) == 0 for key in keys[1:]], axis=0)  # another content of the same slot and step
-    rows = _content_rows(program)
     overlap = same & (contents["row"][1:] < contents["row"][:-1] + rows[:-1])
-    bad_order = np.flatnonzero((order[1:] != order[:-1] + 1) | overlap) if len(order) else np.zeros(0, np.int64)
-    if len(bad_order):
-        bad = contents[bad_order[0] + 1]
-        raise PlanError(
-            f"{direction}: rank {bad['rank']}, step {bad['step']}: contents of slot {bad['slot']} are out of order or "
-            "overlap"
-        )
+    yield np.append(False, (order[1:] != order[:-1] + 1) | overlap), "are out of order or overlap"
     _, distinct = np.unique(np.stack([contents["first"], contents["count"]], 1), axis=0, return_index=True)
-    for content in contents[distinct]:
-        held, offsets = program.spans_in(content), program.kv_documents.offsets
-        where = f"{direction}: rank {content['rank']}, step {content['step']}: contents of slot {content['slot']}"
-        inside = np.all((held["doc"] >= 0) & (held["doc"] < len(program.kv_documents)))
-        if (
-            not inside
-            or (held["start"] < offsets[held["doc"]]).any()
-            or (held["stop"] > offsets[held["doc"] + 1]).any()
-        ):
-            raise PlanError(f"{where} leave their documents")
-        if (held["stop"] <= held["start"]).any() or (held["start"][1:] < held["stop"][:-1]).any():
-            raise PlanError(f"{where} do not ascend in token order")
-    rows, room = _content_rows(program), program.capacity[contents["rank"], contents["slot"]]
-    outside = np.flatnonzero((contents["row"] < 0) | (contents["row"] > room - rows))
-    if len(outside):
-        bad = contents[outside[0]]
-        raise PlanError(
-            f"{direction}: rank {bad['rank']}, step {bad['step']}: contents of {rows[outside[0]]} rows from row "
-            f"{bad['row']} on leave the {room[outside[0]]} rows of slot {bad['slot']}"
-        )
+    first, count = contents["first"][distinct], contents["count"][distinct]
+    held, owner = spans[ragged_arange(first, count)], np.repeat(distinct, count)
+    offsets = np.append(documents.offsets, documents.tokens)
+    doc = np.clip(held["doc"], 0, len(documents))
+    leaves = (doc != held["doc"]) | (held["start"] < offsets[doc]) | (held["stop"] > offsets[doc + 1])
+    yield np.bincount(owner[leaves], minlength=len(contents)) > 0, "leave their documents"
+    falls = held["stop"] <= held["start"]
+    falls[1:] |= (held["start"][1:] < held["stop"][:-1]) & (owner[1:] == owner[:-1])
+    yield np.bincount(owner[falls], minlength=len(contents)) > 0, "do not ascend in token order"
+    room = program.capacity[contents["rank"], contents["slot"]]
+    yield (contents["row"] < 0) | (contents["row"] > room - rows), "leave the rows of the slot"
 
 
 def _content_rows(program: Program) -> np.ndarray:
@@ -271,62 +234,56 @@ def check_tiles(program: Program, rank: int, tiles: np.ndarray, direction: str) 
     Raises:
         PlanError: names rank, step and tile.
     """
-    q_rows = int(program.q_layout_compute.token_counts[rank])
-    exists = (tiles["step"] >= 0) & (tiles["step"] < program.steps)
-    exists &= (tiles["slot"] >= 0) & (tiles["slot"] < program.capacity.shape[1])
-    slot_rows = np.where(exists, _rows_held(program, rank, tiles), 0)
-    ok = (tiles["q_row"] >= 0) & (tiles["q_rows"] > 0) & (tiles["q_row"] <= q_rows - tiles["q_rows"])
-    ok &= (tiles["k_row"] >= 0) & (tiles["k_rows"] > 0) & (tiles["k_row"] <= slot_rows - tiles["k_rows"])
-    for name in ("doc", "k_doc"):
-        ok &= (tiles[name] >= 0) & (tiles[name] < len(program.kv_documents))
-    ok &= np.isin(tiles["mask"], list(MASK_NAMES)) & ((tiles["mask"] != CAUSAL) | (tiles["k_rows"] >= tiles["q_rows"]))
-    if not ok.all():
-        index = int(np.argmin(ok))
-        raise PlanError(
-            f"{direction}: rank {rank}, step {tiles[index]['step']}: {describe_tile(tiles[index])}: the rank has "
-            f"{q_rows} q "
-            f"rows, the slot holds rows up to {slot_rows[index]} in that step, a causal tile has at least as many "
-            f"keys as "
-            f"queries, and documents go from 0 to {len(program.kv_documents) - 1}"
-        )
-    _check_tile_positions(program, rank, tiles, direction)
-    _check_masks(tiles, program.attention, f"{direction}: rank {rank}")
-    later = np.diff(tiles["step"] * program.capacity.shape[1] + tiles["slot"]) < 0
-    if later.any():
-        tile = tiles[int(np.argmax(later)) + 1]
-        raise PlanError(
-            f"{direction}: rank {rank}, step {tile['step']}: {describe_tile(tile)} comes after a tile of a later step "
-            "or slot"
-        )
-
-
-def _check_masks(tiles: np.ndarray, attention: AttentionConfig, where: str) -> None:
-    """Raise PlanError unless every row of a band tile sees a key, and every key is seen; and causal tiles are of
-    queries that see no later key and, if positions matter, end at one position on both sides and lie in the window.
-
-    Operators make the masks of some calls from the attention's visible range and the positions of a tile, not from its
-    mask.
-    """
-    tiles = tiles[tiles["mask"] != FULL]
-    if not len(tiles):
-        return
-    left, right = attention.visible_range
-    q_rows, k_rows, ahead = tiles["q_rows"], tiles["k_rows"], tiles["q_pos"] - tiles["k_pos"]
-    is_band, is_causal = tiles["mask"] == BAND, tiles["mask"] == CAUSAL
-    sees_no_key = is_band & ((ahead + right < 0) | (ahead + q_rows - 1 - left >= k_rows))
-    unseen_key = is_band & ((ahead - left > 0) | (ahead + q_rows - 1 + right < k_rows - 1))
-    shifted = is_causal & (ahead != k_rows - q_rows) & attention.needs_positions
-    outside = is_causal & (ahead + q_rows - 1 > left) & attention.needs_positions
-    for wrong, why in (
-        (is_causal & (right > 0), "queries see keys behind themselves"),
-        (sees_no_key, "a query sees no key of it"),
-        (unseen_key, "no query sees a key of it"),
-        (shifted, "its last query and its last key are at different positions"),
-        (outside, "its last query does not reach its first key"),
-    ):
+    for wrong, why in _tile_faults(program, rank, tiles) if len(tiles) else ():
         if wrong.any():
             tile = tiles[int(np.argmax(wrong))]
-            raise PlanError(f"{where}, step {tile['step']}: {describe_tile(tile)}: {why}")
+            raise PlanError(f"{direction}: rank {rank}, step {tile['step']}: {describe_tile(tile)}: {why}")
+
+
+def _tile_faults(program: Program, rank: int, tiles: np.ndarray) -> Iterator[tuple[np.ndarray, str]]:
+    """Yield which tiles are wrong, and why; a check relies on those before it.
+
+    Every row of a band tile sees a key, and every key is seen; causal tiles are of queries that see no later key and,
+    if positions matter, end at one position on both sides and lie in the window: operators make the masks of some calls
+    from the attention's visible range and the positions of a tile, not from its mask.
+    """
+    q_rows, k_rows, attention = tiles["q_rows"], tiles["k_rows"], program.attention
+    own_rows, slots = int(program.q_layout_compute.token_counts[rank]), program.capacity.shape[1]
+    exists = (tiles["step"] >= 0) & (tiles["step"] < program.steps) & (tiles["slot"] >= 0) & (tiles["slot"] < slots)
+    slot_rows = np.where(exists, _rows_held(program, rank, tiles), 0)
+    ok = (tiles["q_row"] >= 0) & (q_rows > 0) & (tiles["q_row"] <= own_rows - q_rows)
+    ok &= (tiles["k_row"] >= 0) & (k_rows > 0) & (tiles["k_row"] <= slot_rows - k_rows)
+    for name in ("doc", "k_doc"):
+        ok &= (tiles[name] >= 0) & (tiles[name] < len(program.kv_documents))
+    is_band, is_causal = tiles["mask"] == BAND, tiles["mask"] == CAUSAL
+    ok &= np.isin(tiles["mask"], list(MASK_NAMES)) & (~is_causal | (k_rows >= q_rows))
+    why = (
+        f"the rank has {own_rows} q rows, the slot holds rows up to {slot_rows[np.argmin(ok)]} in that step, a causal "
+    )
+    why += f"tile has at least as many keys as queries, and documents go from 0 to {len(program.kv_documents) - 1}"
+    yield ~ok, why
+    # Documents that continue the same one share a tile of an ancestor's keys, unless positions matter: only the first
+    # query has to be in the document that the tile names.
+    is_shared = (tiles["k_doc"] != tiles["doc"]) & (not attention.needs_positions)
+    for pos, documents, doc, rows in (
+        ("q_pos", program.q_layout_compute.documents, tiles["doc"], np.where(is_shared, 1, q_rows)),
+        ("k_pos", program.kv_documents, tiles["k_doc"], k_rows),
+    ):
+        position = tiles[pos] - documents.first_positions[doc]
+        outside = (position < 0) | (position > documents.lengths[doc] - rows)
+        i = int(np.argmax(outside))
+        why = f"its document {doc[i]} has {documents.lengths[doc[i]]} tokens"
+        yield outside, f"its {pos} is {tiles[pos][i]} with {rows[i]} rows, but {why}"
+    (left, right), ahead = attention.visible_range, tiles["q_pos"] - tiles["k_pos"]
+    last = ahead + q_rows - 1  # position of the last query, from the first key
+    yield is_causal & (right > 0), "queries see keys behind themselves"
+    yield is_band & ((ahead + right < 0) | (last - left >= k_rows)), "a query sees no key of it"
+    yield is_band & ((ahead - left > 0) | (last + right < k_rows - 1)), "no query sees a key of it"
+    exact = is_causal & attention.needs_positions
+    yield exact & (ahead != k_rows - q_rows), "its last query and its last key are at different positions"
+    yield exact & (last > left), "its last query does not reach its first key"
+    later = np.diff(tiles["step"] * slots + tiles["slot"]) < 0
+    yield np.append(False, later), "it comes after a tile of a later step or slot"
 
 
 def _rows_held(program: Program, rank: int, tiles: np.ndarray) -> np.ndarray:
@@ -343,27 +300,6 @@ def _rows_held(program: Program, rank: int, tiles: np.ndarray) -> np.ndarray:
     index = np.searchsorted(content_key + contents["row"], first_key, "right") - 1
     exists = (index >= 0) & (content_key[index] == tile_key)
     return np.where(exists, (contents["row"] + rows)[index], 0)
-
-
-def _check_tile_positions(program: Program, rank: int, tiles: np.ndarray, direction: str) -> None:
-    """Raise PlanError unless positions and rows of every tile fit into the documents that it names.
-
-    Only the first query of a tile of a tree's queries and an ancestor's keys has to be in the document that the tile
-    names, unless positions matter: documents that continue the same one share such a tile.
-    """
-    is_shared = (tiles["k_doc"] != tiles["doc"]) & (not program.attention.needs_positions)
-    for pos, documents, doc, rows in (
-        ("q_pos", program.q_layout_compute.documents, "doc", np.where(is_shared, 1, tiles["q_rows"])),
-        ("k_pos", program.kv_documents, "k_doc", tiles["k_rows"]),
-    ):
-        length, position = documents.lengths[tiles[doc]], tiles[pos] - documents.first_positions[tiles[doc]]
-        outside = np.flatnonzero((position < 0) | (position > length - rows))
-        if len(outside):
-            tile = tiles[outside[0]]
-            raise PlanError(
-                f"{direction}: rank {rank}, step {tile['step']}: {describe_tile(tile)}: its {pos} is {tile[pos]} with "
-                f"{rows[outside[0]]} rows, but its document {tile[doc]} has {length[outside[0]]} tokens"
-            )
 
 
 # Plans of parts: the parts form the plan, and its step order does not dead-lock.
