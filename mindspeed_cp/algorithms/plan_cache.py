@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mindspeed_cp.algorithms.kv_fetch.programs import staged
-from mindspeed_cp.algorithms.registry import algorithm_name, build_plan, with_reduce_dtype
-from mindspeed_cp.algorithms.simulated_choice import choose_latents
+from mindspeed_cp.algorithms.registry import algorithm_name, build_plan, choose_latents, with_reduce_dtype
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan.problem import AttentionConfig, Topology, document_pairs
