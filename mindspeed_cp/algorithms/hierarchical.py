@@ -112,7 +112,7 @@ def build_hierarchical(
         if cap is not None and plan.layout.token_counts.max() > cap:
             return None
         if placement.policy.remap:
-            mode = remap if remap != "auto" and can_move_hidden(plan) else "qkv"
+            mode: str = remap if remap != "auto" and can_move_hidden(plan) else "qkv"
             if remap == "auto" and hidden_size is not None:
                 mode = cheapest_mode(plan, hidden_size, tensor_model_parallel_size, sequence_parallel)
             plan = with_linear_layout(plan, mode)
@@ -245,11 +245,12 @@ def plan_from_placement(
             used = sum((part.layout.token_counts for part in head_parts), np.zeros(topology.ranks, np.int64))
             q_layout = apply_token_cap(q_layout, token_cap - used, topology.ranks_per_node)
             kv_layout = q_layout if is_self_attention else kv_layout
-        beside = np.zeros(topology.ranks) if is_split.any() else None  # pairs of split documents on each rank
-        for size, members in placement.split.items() if beside is not None else ():
+        beside = np.zeros(topology.ranks)  # pairs of split documents on each rank
+        for size, members in placement.split.items():
             group_pairs = np.bincount(members.rank, work[members.doc] * members.share, topology.ranks // size)
             beside += np.repeat(group_pairs, size) / size
-        programs = staged(q_layout, kv_layout, attention, topology, routing, prefetch, beside)
+        fetch_options = routing, prefetch, beside if is_split.any() else None
+        programs = staged(q_layout, kv_layout, attention, topology, *fetch_options)
         parts = [Plan("hierarchical", attention, topology, q_layout, kv_layout, q_layout, kv_layout, *programs)]
     parts += head_parts
     if len(parts) == 1:

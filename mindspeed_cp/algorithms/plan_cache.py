@@ -130,7 +130,8 @@ def build_layer_plans(
     """
     if not attentions:
         raise ConfigError("no attention was given; valid: the AttentionConfig of one layer or more")
-    first = max(attentions, key=lambda attention: _work(documents, attention))
+    # the one with the most visible pairs of all heads
+    first = max(attentions, key=lambda each: each.heads * float(document_pairs(documents, documents, each).sum()))
     main = build_plan(documents, topology, first, algorithm, **options)
     if len(set(attentions)) > 1 and main.linear_layout is not None:
         raise ConfigError("remap moves hidden states; valid for layers that attend in different ways: 'off', 'qkv'")
@@ -153,8 +154,3 @@ def _over_layout_of(main: Plan, attention: AttentionConfig, algorithm: str, opti
         return with_reduce_dtype(plan, main.reduce_dtype)
 
     return choose_latents(fetch, topology, attention, str(options.get("latents") or "auto"))
-
-
-def _work(documents: Documents, attention: AttentionConfig) -> float:
-    """Return the visible pairs of all heads."""
-    return attention.heads * float(document_pairs(documents, documents, attention).sum())
