@@ -53,9 +53,7 @@ def head_groups_plan(
     )  # fmt: skip
 
 
-def head_groups_part(
-    groups: Layout, kv_groups: Layout, topology: Topology, attention: AttentionConfig, prefetch: int = 1
-) -> Plan:
+def head_groups_part(groups: Layout, kv_groups: Layout, topology: Topology, attention: AttentionConfig) -> Plan:
     """Return the plan of documents whose heads are split over groups of neighbouring nodes.
 
     Over k nodes q, k, v and out cross once each, 1/k of them to each node; keys that the k groups fetch from each other
@@ -63,9 +61,8 @@ def head_groups_part(
 
     Args:
         groups, kv_groups, topology, attention: as in :func:`head_groups_plan`.
-        prefetch: groups whose keys are in flight while those of one are computed.
     """
-    programs = staged(groups, kv_groups, attention, Topology(groups.ranks, 1), False, prefetch)
+    programs = staged(groups, kv_groups, attention, Topology(groups.ranks, 1), routing=False)
     return head_groups_plan("node_split", groups, kv_groups, topology, attention, programs)
 
 

@@ -13,6 +13,7 @@ second travel: half of them at the beginning, half at the end. Zeppelin (2509.21
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Annotated, Literal
@@ -27,8 +28,7 @@ from mindspeed_cp.algorithms.options import AtLeast, FromModel
 from mindspeed_cp.algorithms.placement.estimate import PlacementModel
 from mindspeed_cp.algorithms.placement.policy import DocumentShares, Placement, apply_token_cap, split_parts
 from mindspeed_cp.algorithms.placement.search import PlacementSearch
-from mindspeed_cp.algorithms.simulated_choice import SIMULATED_PLACEMENTS, fastest, in_pieces_if_faster
-from mindspeed_cp.cluster import LayerCost
+from mindspeed_cp.cluster import Cluster, LayerCost
 from mindspeed_cp.cluster.cluster import cluster_of
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents, Layout
@@ -36,9 +36,19 @@ from mindspeed_cp.layout.sharding import weighted
 from mindspeed_cp.plan.parts import StepOrder, combine, select_documents
 from mindspeed_cp.plan.problem import AttentionConfig, Topology, document_pairs
 from mindspeed_cp.plan.program import Plan, Program
+from mindspeed_cp.simulate.simulator import simulate_plan
+from mindspeed_cp.simulate.tile_work import COARSE_SPANS
+from mindspeed_cp.simulate.timeline import Timeline, fetch_waits
 
 #: Steps of fetched documents that need nothing from other nodes: the local block, and two rounds inside the node.
 LOCAL_STEPS = 3
+
+#: Placements that are simulated by default on up to so many ranks; on more none. What the model of the search ranks
+#: lower is rarely faster. A number, not a limit of time: ranks plan alone and must choose alike.
+SIMULATED_PLACEMENTS = ((16, 3), (128, 4), (1024, 9))
+
+#: Pieces of fetched keys that are tried, and the least share of a layer that ranks wait for keys where they are.
+FETCH_PIECES, LEAST_FETCH_WAITS = 2, 0.005
 
 
 def build_hierarchical(
@@ -102,7 +112,7 @@ def build_hierarchical(
         if cap is not None and plan.layout.token_counts.max() > cap:
             return None
         if placement.policy.remap:
-            mode = remap if remap != "auto" and can_move_hidden(plan) else "qkv"
+            mode: str = remap if remap != "auto" and can_move_hidden(plan) else "qkv"
             if remap == "auto" and hidden_size is not None:
                 mode = cheapest_mode(plan, hidden_size, tensor_model_parallel_size, sequence_parallel)
             plan = with_linear_layout(plan, mode)
@@ -130,8 +140,51 @@ def build_hierarchical(
         return next(iter(plans.values()))
     layer = LayerCost.for_attention(attention, *sizes, sequence_parallel)
     cluster = cluster_of(topology)
-    timeline = fastest(plans, result, build, levelled, cluster, layer)
-    return timeline.plan if fetch_pieces is not None else in_pieces_if_faster(timeline, cluster, layer)
+    timeline = _fastest(plans, result, build, levelled, cluster, layer)
+    return timeline.plan if fetch_pieces is not None else _in_pieces_if_faster(timeline, cluster, layer)
+
+
+def _fastest(
+    plans: dict[Placement, Plan],
+    result: PlacementSearch,
+    build: Callable[[Placement], Plan | None],
+    levelled: int,
+    cluster: Cluster,
+    layer: LayerCost,
+) -> Timeline:
+    """Return the timeline of the plan that is simulated fastest.
+
+    Args:
+        plans: plans of the best placements by the model.
+        result: the search that found them.
+        build: builds the plan of a placement.
+        levelled: number of placements, the fastest ones first, that are placed anew by their simulated waits.
+        cluster, layer: as for simulate_plan.
+    """
+
+    def simulate(plan: Plan) -> Timeline:
+        return simulate_plan(plan, cluster, layer, COARSE_SPANS)
+
+    timelines = {placement: simulate(plan) for placement, plan in plans.items()}
+    order = sorted(timelines, key=lambda placement: timelines[placement].total)
+    best = timelines[order[0]]
+    for placement in order[:levelled]:
+        timeline = timelines[placement]
+        delay = timeline.steps_backward[:, -1, 2] - timeline.compute - timeline.linear
+        another = result.levelled(placement, delay)
+        plan = None if another is None else build(another)
+        if plan is not None:
+            best = min(best, simulate(plan), key=lambda timeline: timeline.total)
+    return best
+
+
+def _in_pieces_if_faster(timeline: Timeline, cluster: Cluster, layer: LayerCost) -> Plan:
+    """Return the plan of a timeline, its fetches in pieces if it is faster so; other arguments as for simulate_plan."""
+    plan = timeline.plan
+    if fetch_waits(timeline) < LEAST_FETCH_WAITS * timeline.total:
+        return plan
+    cut = cut_fetches(plan, FETCH_PIECES)
+    return cut if simulate_plan(cut, cluster, layer, COARSE_SPANS).total < timeline.total else plan
 
 
 @lru_cache(maxsize=8)
@@ -192,11 +245,12 @@ def plan_from_placement(
             used = sum((part.layout.token_counts for part in head_parts), np.zeros(topology.ranks, np.int64))
             q_layout = apply_token_cap(q_layout, token_cap - used, topology.ranks_per_node)
             kv_layout = q_layout if is_self_attention else kv_layout
-        beside = np.zeros(topology.ranks) if is_split.any() else None  # pairs of split documents on each rank
-        for size, members in placement.split.items() if beside is not None else ():
+        beside = np.zeros(topology.ranks)  # pairs of split documents on each rank
+        for size, members in placement.split.items():
             group_pairs = np.bincount(members.rank, work[members.doc] * members.share, topology.ranks // size)
             beside += np.repeat(group_pairs, size) / size
-        programs = staged(q_layout, kv_layout, attention, topology, routing, prefetch, beside)
+        fetch_options = routing, prefetch, beside if is_split.any() else None
+        programs = staged(q_layout, kv_layout, attention, topology, *fetch_options)
         parts = [Plan("hierarchical", attention, topology, q_layout, kv_layout, q_layout, kv_layout, *programs)]
     parts += head_parts
     if len(parts) == 1:

@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mindspeed_cp.algorithms.kv_fetch.programs import staged
-from mindspeed_cp.algorithms.registry import algorithm_name, build_plan, with_reduce_dtype
-from mindspeed_cp.algorithms.simulated_choice import choose_latents
+from mindspeed_cp.algorithms.registry import algorithm_name, build_plan, choose_latents, with_reduce_dtype
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan.problem import AttentionConfig, Topology, document_pairs
@@ -131,7 +130,8 @@ def build_layer_plans(
     """
     if not attentions:
         raise ConfigError("no attention was given; valid: the AttentionConfig of one layer or more")
-    first = max(attentions, key=lambda attention: _work(documents, attention))
+    # the one with the most visible pairs of all heads
+    first = max(attentions, key=lambda each: each.heads * float(document_pairs(documents, documents, each).sum()))
     main = build_plan(documents, topology, first, algorithm, **options)
     if len(set(attentions)) > 1 and main.linear_layout is not None:
         raise ConfigError("remap moves hidden states; valid for layers that attend in different ways: 'off', 'qkv'")
@@ -154,8 +154,3 @@ def _over_layout_of(main: Plan, attention: AttentionConfig, algorithm: str, opti
         return with_reduce_dtype(plan, main.reduce_dtype)
 
     return choose_latents(fetch, topology, attention, str(options.get("latents") or "auto"))
-
-
-def _work(documents: Documents, attention: AttentionConfig) -> float:
-    """Return the visible pairs of all heads."""
-    return attention.heads * float(document_pairs(documents, documents, attention).sum())

@@ -103,7 +103,9 @@ def default_candidates(topology: Topology, attention: AttentionConfig) -> list[C
         default = algorithm_options("hierarchical")["prefetch"].default
         prefetches = {1, min(topology.nodes - 1, 7)} - {default}  # rounds from other nodes
         out += [Candidate("hierarchical", (("prefetch", count),)) for count in sorted(prefetches)]
-    divisors = [size for size in range(2, ranks) if ranks % size == 0 and _aligned_with_nodes(size, ranks_per_node)]
+    divisors = [  # groups inside nodes, or of whole nodes
+        size for size in range(2, ranks) if ranks % size == 0 and 0 in (ranks_per_node % size, size % ranks_per_node)
+    ]
     degrees = [size for size in divisors if size <= attention.heads]
     out += [Candidate("hybrid", (("ulysses_degree", size),)) for size in reversed(degrees)]
     if attention.heads >= ranks:
@@ -114,8 +116,3 @@ def default_candidates(topology: Topology, attention: AttentionConfig) -> list[C
         windows = [size for size in divisors if ranks_per_node <= 2 * size]
         out += [Candidate("double_ring", (("cp_window_size", size),)) for size in windows]
     return [*out, Candidate("ring")]
-
-
-def _aligned_with_nodes(size: int, ranks_per_node: int) -> bool:
-    """Return True if groups of `size` consecutive ranks lie inside nodes or consist of whole nodes."""
-    return ranks_per_node % size == 0 or size % ranks_per_node == 0

@@ -19,9 +19,9 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan.problem import AttentionConfig, Topology
 from mindspeed_cp.plan.program import Plan
+from mindspeed_cp.plan.verify.memory import attention_peak_bytes
 from mindspeed_cp.schema.messages import short_repr
 from mindspeed_cp.schema.numbers import check_type
-from mindspeed_cp.simulate.memory import attention_peak_bytes
 from mindspeed_cp.simulate.simulator import simulate_plan
 from mindspeed_cp.simulate.tile_work import COARSE_SPANS
 from mindspeed_cp.simulate.timeline import Timeline

@@ -168,25 +168,22 @@ class ComputeCost:
         factor = self._seconds_per_pair * (ATTENTION_BACKWARD if backward else 1.0)
         return pairs * factor * (1.0 + self.cluster.tile_rows / rows) + np.asarray(calls) * self.cluster.launch
 
-    def expansion_seconds(self, rows: Any, products: Any = 1.0) -> Any:
+    def expansion_seconds(self, rows: Any) -> Any:
         """Return the seconds in which a rank expands latents to keys and values of all heads: 2 FLOPs for each of a
         row's latent channels and the channels that come of it.
 
         Args:
-            rows: number of rows, of some heads only in their share.
-            products: matrix products of this size for each row.
+            rows: number of rows, of some heads only in their share; once for each product of the expansion.
 
         Returns:
-            fp64 of the shape of both; 0 for attention without latents.
+            fp64 of the shape of `rows`; 0 for attention without latents.
         """
         attention = self.attention
         if attention.latent is None:
-            return np.zeros(np.broadcast(rows, products).shape)
+            return np.zeros(np.shape(rows))
         latent, shared = attention.latent
         flops = 2.0 * latent * attention.heads * (attention.head_dim - shared + attention.head_dim_v)
-        return (
-            np.asarray(rows, np.float64) * products * (flops / self.cluster.peak_flops) / self.cluster.linear_efficiency
-        )
+        return np.asarray(rows, np.float64) * (flops / self.cluster.peak_flops) / self.cluster.linear_efficiency
 
     def linear_layer_seconds(self, tokens: Any, backward: bool = False, part: str = "all") -> Any:
         """Return the seconds of the linear layers, or a part of them (:meth:`LayerCost.flops`), for a number of tokens,

@@ -8,7 +8,6 @@ from itertools import pairwise
 import numpy as np
 
 from mindspeed_cp.layout import Documents, intersect_runs, ragged_arange, union_of_runs
-from mindspeed_cp.layout.blocks import Blocks
 from mindspeed_cp.layout.runs import concatenate_records
 from mindspeed_cp.plan.problem import AttentionConfig
 from mindspeed_cp.plan.records import BAND, CAUSAL, FULL, TILE
@@ -53,7 +52,8 @@ def tiles_between(
     queries = SpanRows(q_spans, np.cumsum(q_len) - q_len, np.full(len(q_spans), -1))
     keys = kv_documents or documents
     if documents.blocks is not None:
-        queries = queries.cut_at_blocks(documents.blocks)
+        spans, source, block = documents.blocks.cut(q_spans)
+        queries = SpanRows(spans, queries.row[source] + spans["start"] - q_spans["start"][source], block)
     if attention.needs_positions:
         tiles = _tiles_by_position(queries, k_spans, documents, keys, attention)
         in_block = queries.select(queries.block >= 0)
@@ -83,11 +83,6 @@ class SpanRows:
     def select(self, index: np.ndarray) -> SpanRows:
         """Return some spans, by a mask or by indices."""
         return SpanRows(self.spans[index], self.row[index], self.block[index])
-
-    def cut_at_blocks(self, blocks: Blocks) -> SpanRows:
-        """Cut the spans where blocks begin and end."""
-        spans, source, block = blocks.cut(self.spans)
-        return SpanRows(spans, self.row[source] + spans["start"] - self.spans["start"][source], block)
 
 
 def _parts_by_rows(

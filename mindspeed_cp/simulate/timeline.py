@@ -11,7 +11,7 @@ from mindspeed_cp.cluster.cluster import Cluster
 from mindspeed_cp.cluster.compute import LayerCost
 from mindspeed_cp.plan.program import Plan
 from mindspeed_cp.plan.transfers import TRANSFER, edge_steps, step_count
-from mindspeed_cp.simulate.memory import attention_peak_bytes
+from mindspeed_cp.plan.verify.memory import attention_peak_bytes
 
 #: A transfer of a timeline: a TRANSFER record and the seconds `begin` and `end` between which it is under way.
 TIMED_TRANSFER = np.dtype([*TRANSFER.descr, ("begin", np.float64), ("end", np.float64)])
@@ -65,7 +65,7 @@ class Timeline:
 
     @cached_property
     def memory(self) -> np.ndarray:
-        """Peak bytes of the attention on each rank, int64 [ranks] (:func:`.memory.attention_peak_bytes`)."""
+        """Peak bytes of the attention on each rank, int64 [ranks] (:mod:`mindspeed_cp.plan.verify.memory`)."""
         return attention_peak_bytes(self.plan, self.layer.bytes_per_element)
 
     @property

@@ -81,12 +81,3 @@ def test_hidden_remap_of_several_attentions_is_refused() -> None:
         build_layer_plans(DOCUMENTS, Topology(1, 2), ())
     with pytest.raises(ConfigError, match="remap moves hidden states"):
         build_layer_plans(DOCUMENTS, Topology(1, 4), ATTENTIONS[:2], "hierarchical", remap="hidden", head_split=False)
-
-
-def test_kept_plans_are_told_apart_by_their_options() -> None:
-    cache = PlanCache()
-    zigzag, contiguous = (
-        cache.get_layers(DOCUMENTS, Topology(1, 4), ATTENTIONS[:1], "direct", {"layout": layout})[0]
-        for layout in ("zigzag", "contiguous")
-    )
-    assert not zigzag.layout.same_as(contiguous.layout)

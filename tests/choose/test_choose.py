@@ -13,7 +13,7 @@ from mindspeed_cp.cluster import ComputeCost, LayerCost, cluster_of
 from mindspeed_cp.cluster.compute import balanced_lower_bound
 from mindspeed_cp.data.lengths import sample_batch
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.simulate.memory import attention_peak_bytes
+from mindspeed_cp.plan.verify.memory import attention_peak_bytes
 
 GQA = AttentionConfig(heads=32, kv_heads=8, head_dim=128)
 TOPOLOGY = Topology(2, 4, "a2")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, PlanError, Topology, build_plan, verify_plan
 from mindspeed_cp.algorithms import ALGORITHMS
-from mindspeed_cp.layout import Layout, contiguous, zigzag
+from mindspeed_cp.layout import Layout, zigzag
 from mindspeed_cp.plan import CAUSAL, FULL, Plan
 from mindspeed_cp.plan.parts import combine, select_documents, select_layout
 from mindspeed_cp.plan.problem import document_pairs
@@ -244,28 +244,3 @@ def test_the_simulator_counts_the_tiles_of_a_tree(algorithm: str) -> None:
                 work = TileCounter(plan).work(direction)
                 assert work.pairs.sum() * 6 == pytest.approx(plan.work().sum(), rel=1e-12)
                 assert (work.calls.sum(1) > 0).all() or documents is AGENT
-
-
-@pytest.mark.parametrize("mask", ["full", "causal"])
-def test_trees_are_for_causal_self_attention(mask: str) -> None:
-    keys = None if mask == "full" else Documents([3, 2, 4], [-1, 0, 0])
-    says = "attention.mask 'full'" if mask == "full" else "keys of other lengths"
-    with pytest.raises(
-        ConfigError, match=f"documents have parents, with {says}; valid: mask 'causal' and self-attention"
-    ):
-        build_plan(Documents([3, 2, 3], [-1, 0, 0]), Topology(1, 2), AttentionConfig(2, mask=mask), "ring", keys)
-
-
-@pytest.mark.parametrize("what", ["mask", "keys", "alibi"])
-def test_blocks_are_for_causal_self_attention_without_alibi(what: str) -> None:
-    documents = Documents([5, 7], None, [(1, 4)])
-    attention = AttentionConfig(2, mask="causal" if what == "alibi" else "full", alibi=what == "alibi")
-    keys = Documents([5, 9]) if what == "keys" else None
-    with pytest.raises(ConfigError, match=r"documents have blocks, with .*; valid: mask 'causal' and self-attention"):
-        build_plan(documents, Topology(1, 2), attention, "ring", keys)
-
-
-def test_contiguous_cuts_go_through_trees() -> None:
-    layout = contiguous(AGENT, 5)
-    assert sum(map(len, (layout.positions(rank) for rank in range(5)))) == AGENT.tokens
-    assert layout.positions(0)[0] == 0

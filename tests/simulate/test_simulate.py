@@ -11,8 +11,8 @@ from mindspeed_cp.cluster import Cluster, ComputeCost, LayerCost, load_cluster
 from mindspeed_cp.data.lengths import sample_batch
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import program
+from mindspeed_cp.plan.verify.memory import attention_peak_bytes
 from mindspeed_cp.simulate.link_queues import LinkQueues
-from mindspeed_cp.simulate.memory import attention_peak_bytes
 from mindspeed_cp.simulate.tile_work import TileCounter
 
 MHA = AttentionConfig(heads=32, head_dim=128)

@@ -14,15 +14,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindspeed_cp.algorithms.kv_fetch.schedule import MIN_SHARING_RANKS
 from mindspeed_cp.algorithms.placement.policy import DocumentShares, Placement, part_weights
 from mindspeed_cp.algorithms.split_local_block import LATE_SHARE
 from mindspeed_cp.cluster import Cluster, ComputeCost, LayerCost
 from mindspeed_cp.cluster.compute import ATTENTION_BACKWARD, LINEAR_BACKWARD
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan.problem import AttentionConfig, Topology, document_pairs
-
-# Seconds of the phases of one direction on each rank: local blocks, split heads, fetched keys, and their overlap.
 
 #: Bytes of keys, values and their gradients in the backward divided by those of the forward: K and V once more, and
 #: gradients in fp32.
@@ -208,10 +205,9 @@ class PlacementModel:
     def _latest_shared(self, placement: Placement, ready: np.ndarray, phases: PhaseSeconds) -> float:
         """Return when the last rank has computed its shared documents in the backward.
 
-        Ranks with more linear work reach the backward later than others. Ranks that share documents with them, or for
-        which they relay, wait for them.
+        Ranks with more linear work reach the backward later than others. Ranks that share documents with them wait for
+        them.
         """
-        ranks_per_node = self.topology.ranks_per_node
         cut = ATTENTION_BACKWARD * (1 - LOCAL_SHARE) * phases.cut
         split = ATTENTION_BACKWARD * (phases.split + phases.split_node)
         last = 0.0
@@ -219,15 +215,8 @@ class PlacementModel:
         several = np.bincount(members.doc, minlength=len(self.lengths))[members.doc] > 1
         doc, rank = members.doc[several], members.rank[several]
         if len(doc):
-            begin = ready[rank]
-            _, doc_node, members_on_node = _numbered(doc * self.topology.nodes + rank // ranks_per_node)
             first, count = _runs(doc)
-            on_several_nodes = members_on_node[doc_node] < np.repeat(count, count)
-            if self.routing and on_several_nodes.any():  # if few ranks of a node share a document, all of them relay
-                node = np.maximum.reduceat(ready, np.arange(0, len(ready), ranks_per_node))
-                all_relay = members_on_node[doc_node] < MIN_SHARING_RANKS * ranks_per_node
-                begin = np.where(on_several_nodes & all_relay, node[rank // ranks_per_node], begin)
-            latest = np.repeat(np.maximum.reduceat(begin, first), count)
+            latest = np.repeat(np.maximum.reduceat(ready[rank], first), count)
             last = float((latest + cut[rank]).max())
         for size, members in placement.split.items():
             if len(members.doc):

@@ -230,8 +230,7 @@ def _weighted_parts(members: DocumentShares, work: np.ndarray, parts: int) -> li
 # The limit of tokens on each rank, kept exactly.
 #
 # Shares of a placement are rounded to tokens, so a rank may end with a few tokens too many. They are handed on: the
-# last
-# rows of a document that another rank with room shares, or otherwise of the rank's shortest document.
+# last rows of a document that another rank with room shares, or otherwise of the rank's shortest document.
 
 
 def apply_token_cap(layout: Layout, caps: np.ndarray, ranks_per_node: int) -> Layout:

@@ -14,7 +14,7 @@
             PlacementModel.score(placement)              estimate.py: seconds of each rank, both directions
             twice, if ranks wait longer than others:     place anew, late ranks with less work; score
           until one is within 1 % of the bound
-      plan_from_placement, simulate the best few         hierarchical.py, simulated_choice.py
+      plan_from_placement, simulate the best few         hierarchical.py
 
 Candidates are policies (:class:`mindspeed_cp.algorithms.placement.policy.PlacementPolicy`): from which length documents
 are cut, from which length their heads are split over nodes, with or without a separate layout for linear layers; groups

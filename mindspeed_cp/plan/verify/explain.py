@@ -115,7 +115,7 @@ def raise_wrong_gradient(
         contents = program.contents_of(computing)
         steps = [int(content["step"]) for content in contents if _holds(program, content, token)]
         fault = "is lost" if got == 0 else "is wrong"
-        if got != 0 and _is_multiple(got, expected):
+        if got != 0 and any(int(got) == int(expected) * times % 2**64 for times in range(2, 9)):
             fault = "comes back more than once"
         raise PlanError(
             f"backward: rank {computing}, step {steps[0] if steps else 'none'}: its part of the gradient of {key} "
@@ -126,10 +126,6 @@ def raise_wrong_gradient(
         f"backward: rank {rank}, step {program.steps - 1}: the gradient of {key} is wrong, though every rank's "
         "part is right"
     )
-
-
-def _is_multiple(got: np.uint64, expected: np.uint64) -> bool:
-    return any(int(got) == int(expected) * times % 2**64 for times in range(2, 9))
 
 
 def _visible_rows(tile: np.ndarray, row: int, attention: AttentionConfig) -> tuple[int, int]:

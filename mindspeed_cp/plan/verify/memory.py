@@ -1,4 +1,4 @@
-"""Peak bytes of the communication buffers that the engine allocates for a plan."""
+"""Peak bytes of the communication buffers that the engine allocates for a plan, and of its attention."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from mindspeed_cp.layout.runs import intersect_runs
 from mindspeed_cp.plan.parts import part_ends, part_rows
 from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.plan.records import Messages, int64_record
+from mindspeed_cp.plan.transfers import GRADIENT_BYTES
 from mindspeed_cp.schema.numbers import check_type
 
 #: Bytes of one rank: K/V receive buffers, fp32 gradients, results of redistributions, staging (its largest moment),
@@ -69,6 +70,43 @@ def peak_bytes(plan: Plan, direction: str, bytes_per_element: int = 2) -> np.nda
     out["total"] = out["kv"] + out["gradients"] + out["redistributed"] + out["staging"]
     if direction == "backward":
         out["total"] += _row_of_zeros(plan)
+    return out
+
+
+def attention_peak_bytes(plan: Plan, bytes_per_element: int = 2) -> np.ndarray:
+    """Return the peak bytes of one layer's attention, int64 [ranks]: the larger of forward and backward.
+
+    Included are the caller's q, k, v, out and, in the backward, their gradients; out, lse and the gradient of q in fp32
+    during accumulation; and the communication buffers of :func:`peak_bytes`, an upper
+    bound. With latents, so are the keys and values of a slot while it is read, and their gradients. Weights,
+    activations of other layers and buffers inside kernels are not included.
+    """
+    attention = plan.attention
+    width, width_v = attention.head_dim, attention.head_dim_v
+    q_tokens, kv_tokens = plan.layout.token_counts, plan.kv_layout_in.token_counts
+    kv_channels = attention.kv_row.channels
+    caller = (q_tokens * attention.heads * (width + width_v) + kv_tokens * kv_channels) * bytes_per_element
+    rows = np.zeros(plan.ranks, np.int64)  # computed queries times their heads
+    for part in plan.parts_or_self:
+        rows += part.q_layout_compute.token_counts * part.q_layout_compute.head_counts(attention.heads)
+    forward = caller + rows * (4 * width_v + 4) + peak_bytes(plan, "forward", bytes_per_element)["total"]
+    backward = 2 * caller + rows * (4 * width + 4) + peak_bytes(plan, "backward", bytes_per_element)["total"]
+    forward += _expanded_bytes(plan, "forward", bytes_per_element)
+    backward += _expanded_bytes(plan, "backward", bytes_per_element)
+    return np.maximum(forward, backward)
+
+
+def _expanded_bytes(plan: Plan, direction: str, bytes_per_element: int) -> np.ndarray:
+    """Return an upper bound of the bytes of the keys and values that are expanded from the latents of one slot, and in
+    the backward of their gradients, in fp32 and as the operand of the products; int64 [ranks]."""
+    attention, out = plan.attention, np.zeros(plan.ranks, np.int64)
+    if attention.latent is None:
+        return out
+    element = bytes_per_element if direction == "forward" else 2 * bytes_per_element + GRADIENT_BYTES
+    for part in plan.parts_or_self:
+        heads = part.q_layout_compute.head_counts(attention.heads)
+        rows = getattr(part, direction).capacity.max(1, initial=0)
+        out = np.maximum(out, rows * heads * (attention.head_dim + attention.head_dim_v) * element)
     return out
 
 
