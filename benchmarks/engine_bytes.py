@@ -5,8 +5,8 @@
 
 All ranks of a plan run in this process, forward and backward, with an attention kernel that computes nothing. What
 every other operation reads and writes is added up: copies, conversions, merges, sums, packing of messages. Views and
-new memory cost nothing, nor do the messages themselves. A merge by `merge_parts_` counts as the one kernel that it is
-on a device.
+new memory cost nothing, nor do the messages themselves. Merges and sums of parts
+(`mindspeed_cp.ascend_kernels`) count as the one kernel that each is on a device.
 
 The unit is what a perfect kernel must touch once, of an equal share of the tokens: q, k, v, out and lse forward; q, k,
 v, out, dout, lse, dq, dk and dv backward. 0.00 is an engine that adds nothing to its kernels.
@@ -34,15 +34,16 @@ from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology
 from mindspeed_cp.cli.lengths import draw_batches
 from mindspeed_cp.comm import in_memory
 from mindspeed_cp.engine import Stepping, attend_all_ranks
-from mindspeed_cp.ops.attention.cuda import flash_attention
 from mindspeed_cp.ops.attention.cuda.flash_attention import CudaFlashAttention
-from mindspeed_cp.ops.attention.npu import backend as npu_backend
 from mindspeed_cp.ops.attention.npu.backend import NpuAttention
 
 ALGORITHMS = "ulysses,hierarchical,hybrid,all_gather,direct,ring"
 
 #: Operations that read only the rows that they return, and those that touch only the rows that they are given.
 GATHERS, SCATTERS = ("index", "index_select"), ("index_add_", "index_copy_", "index_put_")
+
+#: Kernels of the package whose results are among their arguments, once to be read and once to be written.
+FUSED = ("merge_parts", "sum_parts")
 
 #: Operations that write without reading what was there.
 STORES = ("copy_", "fill_", "zero_")
@@ -71,6 +72,8 @@ def moved_bytes(name: str, inputs: list[Tensor], outputs: list[Tensor]) -> int:
     """Return the bytes that an operation reads and writes."""
     if name.startswith(("empty", "new_empty")):
         return 0
+    if name in FUSED:
+        return sum(x.nbytes for x in inputs)
     if name in SCATTERS:
         rows = sum(x.nbytes for x in inputs[1:] if x.is_floating_point())
         target = rows * inputs[0].element_size() // inputs[-1].element_size()
@@ -141,14 +144,8 @@ class EmptyFused:
 
 
 @contextmanager
-def kernels_alone() -> Iterator[None]:
-    """Count a merge as one kernel that reads the parts, and reads and writes the accumulators, and messages not at
-    all."""
-
-    def merge(out: Tensor, lse: Tensor, parts: Tensor, part_lse: Tensor, implementation: str | None = None) -> None:
-        mode = torch.utils._python_dispatch._get_current_dispatch_mode()
-        assert isinstance(mode, Bytes)
-        mode.moved["merge"] += 2 * (out.nbytes + lse.nbytes) + parts.nbytes + part_lse.nbytes
+def silent_network() -> Iterator[None]:
+    """Do not count messages."""
 
     def quietly(function: Any) -> Any:
         @wraps(function)
@@ -160,8 +157,6 @@ def kernels_alone() -> Iterator[None]:
 
     network = in_memory.InMemoryTransport
     with (
-        patch.object(flash_attention, "merge_parts_", merge),
-        patch.object(npu_backend, "merge_parts_", merge),
         patch.object(in_memory, "_copy_tensor", quietly(in_memory._copy_tensor)),
         patch.object(network, "post", quietly(network.post)),
         patch.object(network, "all_to_all", quietly(network.all_to_all)),
@@ -183,7 +178,7 @@ def measure(plan: Plan, backend: str) -> list[Bytes]:
     douts = [torch.zeros(rows, a.heads, a.head_dim_v, dtype=torch.bfloat16) for rows in counts]
     for _ in range(2):  # the first pass places row numbers on the device
         modes = [Bytes() for _ in range(plan.ranks)]
-        with kernels_alone():
+        with silent_network():
             outs = attend_all_ranks(*leaves, plan, runner, stepping=Stepping(lazy=True, around=modes.__getitem__))
             torch.autograd.grad(outs, [x for of_kind in leaves for x in of_kind], douts)
     return modes

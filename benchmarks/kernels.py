@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.timing import Arguments, machine_name, peak_bytes, time_in_turn
-from mindspeed_cp.ascend_kernels.merge import merge_parts_
+from mindspeed_cp.ascend_kernels.merge import merge_parts
 from mindspeed_cp.layout import TOKEN_SPAN, Documents
 from mindspeed_cp.ops.attention import (
     BackwardState,
@@ -119,14 +119,19 @@ def copies(shape: tuple[int, int, int], device: torch.device, repeat: int) -> li
         torch.randn(2, *shape, device=device, dtype=torch.bfloat16),
         torch.randn(2, *shape[:2], device=device),
     )
+
+    def merge(count: int) -> None:
+        runs: list[Any] = [None] * count, [0] * count
+        merge_parts((out, lse), list(parts[:count]), list(part_lse[:count]), *runs, (out, lse))
+
     each, statistic = x.numel() * x.element_size(), lse.numel() * 4
     cases: dict[str, tuple[int, Callable[[], object]]] = {
         "copy": (2 * each, lambda: target.copy_(x)),
         "merge, 1 part": (
-            2 * 4 * out.numel() + each + 3 * statistic, lambda: merge_parts_(out, lse, parts[:1], part_lse[:1])
+            2 * 4 * out.numel() + each + 3 * statistic, lambda: merge(1)
         ),
         "merge, 2 parts": (
-            2 * 4 * out.numel() + 2 * each + 4 * statistic, lambda: merge_parts_(out, lse, parts, part_lse)
+            2 * 4 * out.numel() + 2 * each + 4 * statistic, lambda: merge(2)
         ),
     }  # fmt: skip
     times = time_in_turn({name: run for name, (_, run) in cases.items()}, device, repeat)

@@ -2,10 +2,43 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor, full_like
 
 #: Rows of a tensor: a slice (a run), or int64 row numbers on the tensor's device.
 RowIndex = slice | Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class PartRows:
+    """The rows of a tensor that a part of it has.
+
+    Attributes:
+        first: without a table, the row of the tensor that the part's first row belongs to.
+        table: the part's row for each row of the tensor, or -1, int32 on its device; None: a run.
+        source: without a table, rows of the part that count; None: all.
+    """
+
+    first: int
+    table: Tensor | None = None
+    source: slice | None = None
+
+    def rows_that_count(self, part: Tensor) -> Tensor:
+        """Return the rows of a part that tables and runs count, contiguous; the part itself if it can be."""
+        return (part if self.source is None or self.source == slice(0, len(part)) else part[self.source]).contiguous()
+
+    @staticmethod
+    def of(source: RowIndex, target: RowIndex, rows: int, device: torch.device) -> PartRows:
+        """Return the rows of a part whose rows `source` are the rows `target`, pairwise different, of `rows` rows."""
+        if isinstance(source, slice) and isinstance(target, slice):
+            return PartRows(target.indices(rows)[0], source=source)
+        if isinstance(source, slice):
+            source = torch.arange(source.start, source.stop, device=device)
+        table = torch.full((rows,), -1, dtype=torch.int32, device=device)
+        table[target] = source.int()
+        return PartRows(0, table)
 
 
 def take_rows(x: Tensor, rows: RowIndex) -> Tensor:

@@ -12,7 +12,9 @@ from mindspeed_cp.cli.options import AsJson
 
 def calibrate(
     out: Annotated[Path, typer.Argument(help="Preset to write, a YAML file.")],
-    device: Annotated[str, typer.Option(help="cpu, npu, or auto: npu where torch_npu is installed.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="cpu, npu, cuda, or auto: npu where torch_npu is installed, else cpu.")
+    ] = "auto",
     nproc: Annotated[
         int | None,
         typer.Option(min=1, help="Local ranks that measure links; 1: measure none. Default: all NPUs, or 2 on a CPU."),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mindspeed_cp.cluster.cluster import DEFAULT_POSTING, Cluster
+from mindspeed_cp.cluster.cluster import DEFAULT_POSTING, Cluster, KernelTime
 from mindspeed_cp.errors import ConfigError
 
 #: If all links of a rank together exceed the bandwidth of one by this factor, the fabric is a mesh.
@@ -39,6 +39,8 @@ def assemble_cluster(
     memory: float,
     base: Cluster | None = None,
     peak_flops: float | None = None,
+    device: str = "",
+    kernel_times: Sequence[KernelTime] = (),
 ) -> tuple[Cluster, dict[str, str]]:
     """Assemble a cluster.
 
@@ -49,6 +51,8 @@ def assemble_cluster(
         memory: bytes of a device of this machine, used without a base.
         base: source of values that were not measured.
         peak_flops: dense bf16 peak of the device; default: that of the base, or the highest measured rate.
+        device: name of the device.
+        kernel_times: measured times of its kernels.
 
     Returns:
         The cluster, and the source of each of its values.
@@ -64,6 +68,8 @@ def assemble_cluster(
     else:
         draft.put("this machine", memory=float(memory))
         draft.put("measured" if ranks_per_node else "assumed: one rank", ranks_per_node=ranks_per_node or 1)
+    draft.put("this machine", device=device)
+    draft.put("measured", kernel_times=tuple(kernel_times))
     _kernels(draft, fits, peak_flops)
     _links(draft, fits, base)
     if fits.posting is not None:
@@ -148,6 +154,12 @@ def _network(draft: ClusterDraft, fit: Fit, whole_node: float | None) -> None:
         draft.put("assumed: a NIC for each rank", nics_per_node=ranks)
 
 
+def preset_values(cluster: Cluster) -> dict[str, Any]:
+    """Return the keys of a preset file and their JSON values, without a device and its kernels if none was measured."""
+    values = cluster.model_dump(mode="json")
+    return {key: value for key, value in values.items() if value or key not in ("device", "kernel_times")}
+
+
 def write_preset(path: str | Path, cluster: Cluster, sources: dict[str, str], title: str) -> None:
     """Write a preset file that :func:`mindspeed_cp.cluster.load_cluster` reads, with the source of each value.
 
@@ -155,7 +167,7 @@ def write_preset(path: str | Path, cluster: Cluster, sources: dict[str, str], ti
         ConfigError: The file cannot be written.
     """
     lines = [f"# {title}"]
-    for key, value in dict(cluster).items():
+    for key, value in preset_values(cluster).items():
         lines.append(f"{key}: {json.dumps(value)}  # {sources[key]}")
     try:
         Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")

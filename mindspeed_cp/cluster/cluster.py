@@ -32,6 +32,22 @@ Seconds = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 
 
+class KernelTime(Section):
+    """A measured time of an attention kernel, for sequences of one size, with the copies and merges around it.
+
+    Attributes:
+        kernel: a kernel of the cuda backend.
+        rows, keys: queries and keys of a sequence.
+        forward, backward: time per visible pair, in any unit that the times of all kernels share.
+    """
+
+    kernel: Literal["flash4", "flash", "tiles"]
+    rows: PositiveInt
+    keys: PositiveInt
+    forward: Annotated[float, Field(gt=0)]
+    backward: Annotated[float, Field(gt=0)]
+
+
 class Cluster(Section):
     """Nodes with equal numbers of ranks, the links inside a node, and the NICs between nodes: the keys of a preset.
 
@@ -53,6 +69,8 @@ class Cluster(Section):
         communication_efficiency: share of the nominal bandwidths that transfers reach.
         memory: bytes of a rank's device.
         posting: seconds in which a rank computes nothing, for each message that it posts, a send or a receive.
+        device: name of the device that `calibrate` measured; empty: none.
+        kernel_times: times of the kernels of that device, by which the cuda backend chooses; empty: those of an H200.
 
     Raises:
         ConfigError: A value is out of range. The message names it and the valid values.
@@ -75,6 +93,8 @@ class Cluster(Section):
     communication_efficiency: Share
     memory: Rate
     posting: Seconds = DEFAULT_POSTING
+    device: str = ""
+    kernel_times: Annotated[tuple[KernelTime, ...], Field(strict=False)] = ()  # a file has a list
 
     @model_validator(mode="after")
     def _links_agree(self) -> Cluster:

@@ -16,11 +16,12 @@ from mindspeed_cp.cluster.calibration import (
     MeasuredFits,
     Measurement,
     assemble_cluster,
+    preset_values,
     write_preset,
 )
 from mindspeed_cp.cluster.cluster import Cluster, load_cluster
-from mindspeed_cp.device.select import load_npu, resolve_device_type
-from mindspeed_cp.doctor.kernel_timing import KernelSizes, measure_kernels
+from mindspeed_cp.device.select import load_cuda, load_npu, resolve_device_type
+from mindspeed_cp.doctor.kernel_timing import KernelSizes, measure_kernel_times, measure_kernels
 from mindspeed_cp.doctor.links import (
     TIMEOUT,
     LinkTimer,
@@ -38,7 +39,8 @@ from mindspeed_cp.report.files import check_output_path
 from mindspeed_cp.report.text import Table, print_tables
 
 #: Devices that can be measured: rows of the largest tile, and hidden size of the matrix products.
-MAX_TILE_ROWS, HIDDEN_SIZE = {"cpu": 2048, "npu": 16384}, {"cpu": 1024, "npu": 4096}
+MAX_TILE_ROWS = {"cpu": 2048, "npu": 16384, "cuda": 16384}
+HIDDEN_SIZE = {"cpu": 1024, "npu": 4096, "cuda": 4096}
 
 BAD_FIT_ERROR = 0.15
 
@@ -101,6 +103,7 @@ def run_calibration(request: CalibrationRequest, *, as_json: bool) -> None:
     with torch.no_grad():
         sizes = KernelSizes(attention, longest, hidden_size, DTYPES[request.dtype], request.seconds)
         measurements = [*links, *measure_kernels(device, sizes)]
+        kernel_times = measure_kernel_times(device, sizes) if kind == "cuda" else ()
     fits = MeasuredFits.from_measurements(measurements, ranks or (1 if base is None else base.ranks_per_node))
     cluster, sources = assemble_cluster(
         request.name or request.out.stem,
@@ -109,6 +112,8 @@ def run_calibration(request: CalibrationRequest, *, as_json: bool) -> None:
         memory=device_memory(device) / ((ranks or 1) if kind == "cpu" else 1),  # ranks of a CPU share it
         base=base,
         peak_flops=request.peak_flops,
+        device="" if kind == "cpu" else device_name(device),
+        kernel_times=kernel_times,
     )
     heads = f"{request.dtype}, {request.heads} heads of {request.head_dim}"
     title = f"Fitted by mindspeed-cp calibrate on {device_name(device)}, {heads}"
@@ -133,7 +138,10 @@ def _measure_links(
             raise PeerError(f"calibrate: {error}") from error
         finally:
             dist.destroy_process_group()
-    devices = None if kind == "cpu" else int(load_npu("--device npu", "--device cpu").device_count())
+    devices = None
+    if kind != "cpu":
+        load = load_npu if kind == "npu" else load_cuda
+        devices = int(load(f"--device {kind}", "--device cpu").device_count())
     ranks = request.nproc or devices or 2
     if ranks == 1:
         if base is None:
@@ -160,12 +168,13 @@ def _print(
     errors, together = fits.table(), {"in_node_all": fits.in_node_all, "network_all": fits.network_all}
     if as_json:
         rows = [asdict(measurement) for measurement in measurements]
-        report = {"file": str(path), "cluster": dict(cluster), "sources": sources, "fits": errors}
+        report = {"file": str(path), "cluster": preset_values(cluster), "sources": sources, "fits": errors}
         print(json.dumps({**report, "together": together, "measurements": rows}))
         return
     values = [
         (key, f"{value:.4g}" if isinstance(value, float) else str(value), sources[key])
-        for key, value in dict(cluster).items()
+        for key, value in preset_values(cluster).items()
+        if key != "kernel_times"
     ]
     fit_rows = [
         (name, str(row["points"]), f"{row['median_error']:.1%}", f"{row['largest_error']:.1%}")
@@ -175,6 +184,13 @@ def _print(
         Table(f"Cluster {cluster.name}", ("", "value", "from"), tuple(values)),
         Table("Fit: |modelled / measured - 1|", ("", "points", "median", "largest"), tuple(fit_rows)),
     ]
+    if cluster.kernel_times:
+        rows = [
+            (f"{size.rows} x {size.keys}", size.kernel, f"{size.forward:.3g}", f"{size.backward:.3g}")
+            for size in cluster.kernel_times
+        ]
+        columns = ("queries x keys", "kernel", "forward", "backward")
+        tables.append(Table("Kernels, seconds per visible pair of all heads", columns, tuple(rows)))
     rates = tuple((name, f"{rate:.4g}") for name, rate in together.items() if rate is not None)
     print_tables([*tables, *([Table("All at once, as measured", ("", "bytes/second"), rates)] if rates else [])])
     for name, row in errors.items():

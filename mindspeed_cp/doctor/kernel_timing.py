@@ -14,11 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from mindspeed_cp.cluster import KernelTime
 from mindspeed_cp.cluster.calibration import Measurement
 from mindspeed_cp.cluster.compute import ATTENTION_BACKWARD
 from mindspeed_cp.doctor.machine import synchronize
 from mindspeed_cp.layout import TOKEN_SPAN, Documents
 from mindspeed_cp.ops.attention import (
+    AttentionBackend,
     BackwardState,
     ForwardState,
     GradientAccumulator,
@@ -26,11 +28,16 @@ from mindspeed_cp.ops.attention import (
     OutputAccumulator,
     get_backend,
 )
+from mindspeed_cp.ops.attention.cuda.backend import CudaAttention
 from mindspeed_cp.plan import AttentionConfig
 from mindspeed_cp.plan.tiles import count_pairs, tiles_between
 
 BLOCK_SECONDS = 0.01  # duration of the repeated calls of one size in a round
 MIN_ROUNDS = 3
+
+#: (queries, keys) of the sequences for which the kernels of a GPU are compared: those of a ring's and of all_gather's
+#: steps on packed rows, and whole documents.
+KERNEL_SIZES = ((56, 84), (56, 450), (225, 340), (450, 450), (900, 900), (2048, 2048), (8192, 8192), (65536, 65536))
 
 
 @dataclass(frozen=True)
@@ -54,12 +61,14 @@ class KernelSizes:
 
 @dataclass
 class TimedCall:
-    """A call to time, the measurement that its least time completes, and how often it is made in a round."""
+    """A call to time, the measurement that its least time completes, how often it is made in a round, and its
+    forward alone, if it has one."""
 
     measurement: Measurement
-    run: Callable[[], None]
+    run: Callable[[], object]
     calls: int = 1
     seconds: float = float("inf")
+    forward: Callable[[], object] | None = None
 
 
 def measure_kernels(device: torch.device, sizes: KernelSizes) -> list[Measurement]:
@@ -107,39 +116,89 @@ def _powers(first: int, last: int) -> list[int]:
     return [first << power for power in range(64) if not power or first << power <= last]
 
 
-def attention_call(device: torch.device, sizes: KernelSizes, queries: int, keys: int, mask: str) -> TimedCall:
-    """Return the forward and backward of one tile as one call, since cluster models cover both together."""
+def measure_kernel_times(device: torch.device, sizes: KernelSizes) -> list[KernelTime]:
+    """Time each kernel of the cuda backend that supports the attention, over sizes of many sequences.
+
+    Returns:
+        Seconds per visible pair of the queries' heads; those of the forward are measured, and the backward is the rest.
+    """
+    times = []
+    kernels = CudaAttention().kernels_for(sizes.attention, sizes.dtype)
+    for rows, keys, kernel in ((*size, kernel) for size in KERNEL_SIZES for kernel in kernels):
+        if max(rows, keys) > sizes.longest:
+            continue
+        mask, sequences = "causal" if rows == keys else "full", max(1, sizes.longest // keys)
+        case = attention_call(device, sizes, rows, keys, mask, sequences, CudaAttention(kernel))
+        assert case.forward is not None
+        forward = TimedCall(case.measurement, case.forward)
+        for call in (case, forward):
+            call.run()
+            call.calls = max(1, int(BLOCK_SECONDS / max(_timed(call, device), 1e-7)))
+        for _ in range(MIN_ROUNDS):
+            for call in (case, forward):
+                call.seconds = min(call.seconds, _timed(call, device))
+        per_pair = 1.0 / (case.measurement.flops / (4.0 * sizes.attention.head_dim * (1.0 + ATTENTION_BACKWARD)))
+        backward = max(case.seconds - forward.seconds, 0.1 * case.seconds)
+        times.append(
+            KernelTime(
+                kernel=kernel, rows=rows, keys=keys, forward=forward.seconds * per_pair, backward=backward * per_pair
+            )
+        )
+    return times
+
+
+def attention_call(
+    device: torch.device, sizes: KernelSizes, queries: int, keys: int, mask: str, sequences: int = 1,
+    backend: AttentionBackend | None = None,
+) -> TimedCall:  # fmt: skip
+    """Return the forward and backward of tiles as one call, since cluster models cover both together.
+
+    Args:
+        queries, keys: rows of a tile.
+        sequences: number of tiles.
+        backend: None: that of the device.
+    """
     config = replace(sizes.attention, mask=mask)
-    runner: Any = get_backend(device.type)
+    runner: Any = backend or get_backend(device.type)
     runner.check(config, sizes.dtype)
-    documents, key_documents = Documents([queries]), Documents([keys])
-    tiles = tiles_between(_span(queries), _span(keys), documents, config, *([] if queries == keys else [key_documents]))
+    documents, key_documents = Documents([queries] * sequences), Documents([keys] * sequences)
+    spans = _spans(queries, sequences), _spans(keys, sequences)
+    tiles = tiles_between(*spans, documents, config, *([] if queries == keys else [key_documents]))
     pairs = int(count_pairs(tiles, config).sum())
     heads, kv, dim = config.heads, config.kv_heads, config.head_dim
 
     def random(*size: int) -> torch.Tensor:
         return torch.randn(size, dtype=torch.float32).to(sizes.dtype).to(device)
 
-    q, dout = random(queries, heads, dim), random(queries, heads, dim)
-    k, v = random(keys, kv, dim), random(keys, kv, dim)
-    forward = runner.lower_forward(tiles, queries, config, sizes.dtype)[0, 0]
-    backward = runner.lower_backward(tiles, queries, config, sizes.dtype)[0, 0]
+    rows, key_rows = queries * sequences, keys * sequences
+    q, dout = random(rows, heads, dim), random(rows, heads, dim)
+    k, v = random(key_rows, kv, dim), random(key_rows, kv, dim)
+    forward = runner.lower_forward(tiles, rows, config, sizes.dtype)[0, 0]
+    backward = runner.lower_backward(tiles, rows, config, sizes.dtype)[0, 0]
     flops = 4.0 * pairs * heads * dim * (1.0 + ATTENTION_BACKWARD)
 
-    def run() -> None:
+    def run_forward() -> ForwardState:
         state = ForwardState(q, OutputAccumulator(q, dim), Heads.all(config))
         runner.forward(forward, config, state, k, v)
+        return state
+
+    def run() -> None:
+        state = run_forward()
         dq, dk, dv = (GradientAccumulator(x) for x in (q, k, v))
         back = BackwardState(q, *state.output.result(sizes.dtype), dout, dq, state.heads, saved=state.saved)
         runner.backward(backward, config, back, k, v, dk, dv)
 
-    return TimedCall(Measurement("attention", 1.0, flops=flops, short_side=float(min(queries, keys)), calls=2.0), run)
+    measurement = Measurement("attention", 1.0, flops=flops, short_side=float(min(queries, keys)), calls=2.0)
+    return TimedCall(measurement, run, forward=run_forward)
 
 
-def _span(rows: int) -> np.ndarray:
-    span = np.zeros(1, TOKEN_SPAN)
-    span["stop"] = rows
-    return span
+def _spans(rows: int, sequences: int) -> np.ndarray:
+    """Return the tokens of each sequence."""
+    spans = np.zeros(sequences, TOKEN_SPAN)
+    spans["doc"] = np.arange(sequences)
+    spans["start"] = spans["doc"] * rows
+    spans["stop"] = spans["start"] + rows
+    return spans
 
 
 def _linear(device: torch.device, sizes: KernelSizes, tokens: int) -> TimedCall:

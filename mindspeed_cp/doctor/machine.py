@@ -17,7 +17,7 @@ from mindspeed_cp.device.select import cann_problem, cann_version, load_cuda, lo
 from mindspeed_cp.device.versions import Status
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention import BACKENDS
-from mindspeed_cp.ops.attention.cuda.flash_operator import flash_attention_3
+from mindspeed_cp.ops.attention.cuda.flash4 import flash_4_unavailable_reason
 
 PACKAGES = (
     "torch",
@@ -28,7 +28,7 @@ PACKAGES = (
     "pydantic",
     "triton",
     "triton-ascend",
-    "flash-attn-3",
+    "flash-attn-4",
 )
 DEVICES = ("npu", "cuda", "cpu")
 
@@ -114,8 +114,8 @@ def backend_status(kind: str, devices: dict[str, Any]) -> dict[str, Any]:
                 BACKENDS[kind].check_device(torch.device(kind, i))
         except ConfigError as error:
             return {"available": False, "why": str(error)}
-        module, reason = flash_attention_3(torch.device(kind, 0))
-        note = f"FlashAttention 2 of torch (3: {reason})" if module is None else "FlashAttention 3, or 2 of torch"
+        reason = flash_4_unavailable_reason()
+        note = f"FlashAttention 2 of torch ({reason})" if reason else "FlashAttention 4, or 2 of torch"
         return {"available": True, "why": None, "note": note}
     return {"available": devices["count"] > 0, "why": devices["why"]}
 

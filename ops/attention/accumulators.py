@@ -1,21 +1,76 @@
 """Where the results of kernel calls meet: outputs that are merged, gradients that are added.
 
 A result that comes first is kept as it is, in the type of the operator: where one call computes everything, nothing is
-cleared, converted or copied. Only when another result comes are they accumulated in fp32, and rounded once at the end.
+cleared, converted or copied. Further parts in 16 bits wait until there are four, and one kernel brings them together:
+in fp32, rounded once at the end, with the accumulator read and written once instead of four times. Parts in fp32 are as
+large as the accumulator and do not wait.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from mindspeed_cp.ops.rows import RowIndex, add_rows, put_rows, take_rows
+from mindspeed_cp.ascend_kernels.merge import MAX_PARTS, merge_parts, sum_parts
+from mindspeed_cp.ops.rows import PartRows, RowIndex, add_rows, put_rows, take_rows
 
 #: All heads of a rank.
 ALL_HEADS = slice(None)
 
 
-class OutputAccumulator:
+def adds_in_one_kernel(x: Tensor) -> bool:
+    """Return True if gradients on this device may wait for others, and be added by a kernel of the package: not on
+    NPUs, where torch adds them, without triton-ascend."""
+    return x.device.type != "npu"
+
+
+class Part(NamedTuple):
+    """A result that waits: a tensor, where its rows belong, and the lse of an output."""
+
+    x: Tensor
+    rows: PartRows
+    lse: Tensor | None = None
+
+    @property
+    def run(self) -> slice | None:
+        """The rows of the whole tensor, if they are a run."""
+        return None if self.rows.table is not None else slice(self.rows.first, self.rows.first + len(self.x))
+
+
+class _Accumulator:
+    """Parts of a tensor of `rows` rows that wait.
+
+    Attributes:
+        parts: at most MAX_PARTS.
+    """
+
+    def __init__(self, rows: int, heads: int) -> None:
+        self._rows, self._heads = rows, heads
+        self.parts: list[Part] = []
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def has_heads(self, heads: slice) -> bool:
+        """Return True if these are all heads."""
+        return heads.indices(self._heads) == (0, self._heads, 1)
+
+    def _only_part(self, run: slice) -> Tensor | None:
+        """Return the part that waits if there is no other and it has exactly these rows."""
+        return self.parts[0].x if len(self.parts) == 1 and self.parts[0].run == run else None
+
+    def _run(self, rows: RowIndex, heads: slice = ALL_HEADS) -> slice | None:
+        """Return a run of rows with all heads as a slice from 0 on; None for other rows, or some heads."""
+        return slice(*rows.indices(self._rows)[:2]) if isinstance(rows, slice) and self.has_heads(heads) else None
+
+    @property
+    def _all(self) -> slice:
+        return slice(0, self._rows)
+
+
+class OutputAccumulator(_Accumulator):
     """Attention outputs of a rank's queries and their lse, over the keys that calls have seen so far.
 
     Args:
@@ -26,9 +81,9 @@ class OutputAccumulator:
     """
 
     def __init__(self, q: Tensor, head_dim_v: int, stores_all_rows: bool = False) -> None:
+        super().__init__(*q.shape[:2])
         self._q, self._head_dim_v, self._stores_all_rows = q, head_dim_v, stores_all_rows
-        self._out: Tensor | None = None
-        self._lse: Tensor | None = None
+        self._total: tuple[Tensor, Tensor] | None = None
 
     def store(self, rows: RowIndex, heads: slice, out: Tensor, lse: Tensor) -> None:
         """Set rows that have no result yet. Neither tensor may be changed later.
@@ -39,48 +94,78 @@ class OutputAccumulator:
             out: [rows, heads, head_dim_v], any floating type.
             lse: fp32 [rows, heads].
         """
-        if self._out is None and _run_of(rows, heads, self._q) == slice(0, len(self._q)):
-            self._out, self._lse = out.contiguous(), lse.contiguous()
+        if self._total is None and not self.parts and self._run(rows, heads) == self._all:
+            self._total = out.contiguous(), lse.contiguous()
             return
         for total, part in zip(self.fp32(), (out, lse), strict=True):
             put_rows(total[:, heads], rows, part)
 
+    def merge_part(self, rows: PartRows, out: Tensor, lse: Tensor) -> None:
+        """Merge a result over other keys, of all heads, now or later. Neither tensor may be changed later.
+
+        Args:
+            rows: rows of the rank's queries that the result has.
+            out: [rows, heads, head_dim_v], any floating type.
+            lse: fp32 [rows, heads].
+        """
+        self.parts.append(Part(rows.rows_that_count(out), rows, rows.rows_that_count(lse)))
+        more = self._total is not None or len(self.parts) > 1
+        if len(self.parts) == MAX_PARTS or (more and out.dtype == torch.float32):
+            self.fp32()
+
     def fp32(self) -> tuple[Tensor, Tensor]:
         """Return out and lse to merge results into, fp32 [t, heads, head_dim_v] and [t, heads], contiguous."""
-        if self._out is None or self._lse is None:
-            self._out, self._lse = self._new()
-        elif self._out.dtype != torch.float32:
-            self._out = self._out.float()
-        return self._out, self._lse
+        if self.parts:
+            self._merge(torch.float32)
+        elif self._total is None:
+            self._total = self._new()
+        elif self._total[0].dtype != torch.float32:
+            self._total = self._total[0].float(), self._total[1]
+        return self._total
 
     def result(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return out in a type, and lse."""
-        if self._out is None or self._lse is None:
-            self._out, self._lse = self._new()
-        return self._out.to(dtype), self._lse
+        if self._total is None and self._only_part(self._all) is not None:
+            (part,) = self.parts
+            assert part.lse is not None
+            self._total, self.parts = (part.x, part.lse), []
+        if self.parts:
+            self._merge(dtype)
+        total = self._new() if self._total is None else self._total
+        self._total = total[0].to(dtype), total[1]
+        return self._total
+
+    def _merge(self, dtype: torch.dtype) -> None:
+        """Merge all parts that wait into a total of a type."""
+        total = self._total
+        reuses = total is not None and total[0].dtype == dtype == torch.float32
+        shape = self._rows, self._heads
+        out = torch.empty((*shape, self._head_dim_v), dtype=dtype, device=self._q.device)
+        lse = torch.empty(shape, dtype=torch.float32, device=self._q.device) if total is None else total[1]
+        result = total if reuses and total is not None else (out, lse)
+        tables, firsts = [part.rows.table for part in self.parts], [part.rows.first for part in self.parts]
+        lses = [part.lse for part in self.parts if part.lse is not None]
+        merge_parts(total, [part.x for part in self.parts], lses, tables, firsts, result)
+        self._total, self.parts = result, []
 
     def _new(self) -> tuple[Tensor, Tensor]:
-        rows, heads = self._q.shape[:2]
         new = torch.empty if self._stores_all_rows else torch.zeros
-        out = new((rows, heads, self._head_dim_v), dtype=torch.float32, device=self._q.device)
-        return out, self._q.new_full((rows, heads), float("-inf"), dtype=torch.float32)
+        shape = self._rows, self._heads
+        out = new((*shape, self._head_dim_v), dtype=torch.float32, device=self._q.device)
+        return out, self._q.new_full(shape, float("-inf"), dtype=torch.float32)
 
 
-class GradientAccumulator:
+class GradientAccumulator(_Accumulator):
     """The sum of gradients that several calls, and other ranks, have of a tensor's rows.
-
-    The first part is kept if it is one run of rows. With the second one the sum moves to fp32 memory for all rows, of
-    which only the run that has a sum is written.
 
     Args:
         like: the tensor, [t, heads, dim].
     """
 
     def __init__(self, like: Tensor) -> None:
+        super().__init__(*like.shape[:2])
         self._like = like
-        self._all = slice(0, len(like))
-        self._sum: Tensor | None = None  # fp32 memory of all rows, or the part that was kept
-        self._rows = slice(0, 0)  # the run that has a sum; other rows are 0
+        self._sum: Tensor | None = None  # fp32, of all rows
 
     def add(self, rows: RowIndex, part: Tensor, heads: slice = ALL_HEADS) -> None:
         """Add to some rows. The part may be kept, and changed by later parts.
@@ -90,67 +175,67 @@ class GradientAccumulator:
             part: [rows, heads, dim], any floating type.
             heads: heads of the tensor.
         """
-        run = _run_of(rows, heads, self._like)
+        run = self._run(rows, heads)
         if run is None:
             add_rows(self.fp32()[:, heads], rows, part)
-        elif self._sum is None:
-            self._rows, self._sum = run, part.contiguous()
-        elif run == self._rows and part.dtype == torch.float32 != self._sum.dtype:
-            self._sum = part.contiguous().add_(self._sum)
-        elif run.start < run.stop:
-            total, old = self._total(), self._rows
-            low, high = max(run.start, min(run.stop, old.start)), min(run.stop, max(run.start, old.stop))
-            total[low:high].add_(part[low - run.start : high - run.start])  # not +=, which copies the sum onto itself
-            for a, b in ((run.start, low), (high, run.stop)):
-                total[a:b] = part[a - run.start : b - run.start]
-            total[old.stop : run.start], total[run.stop : old.start] = 0, 0
-            self._rows = slice(min(run.start, old.start), max(run.stop, old.stop))
+        elif len(part):
+            self.add_part(PartRows(run.start), part)
+
+    def add_part(self, rows: PartRows, part: Tensor) -> None:
+        """Add a part of all heads, [rows, heads, dim], of any floating type. It may be kept, and changed."""
+        self.parts.append(Part(rows.rows_that_count(part), rows))
+        more = self._sum is not None or len(self.parts) > 1
+        if len(self.parts) == MAX_PARTS or (more and not adds_in_one_kernel(part)):
+            self.fp32()
 
     def clear(self, rows: RowIndex) -> None:
         """Forget what was added to some rows."""
-        if self._sum is None:
-            return
-        if _run_of(rows, ALL_HEADS, self._like) in (self._rows, self._all):
-            self._sum = None
-        else:
+        run = self._run(rows)
+        if run == self._all or (self._sum is None and run is not None and self._only_part(run) is not None):
+            self._sum, self.parts = None, []
+        elif self._sum is not None or self.parts:
             put_rows(self.fp32(), rows, 0)
 
     def fp32(self) -> Tensor:
         """Return the sum of all rows to add to, fp32 of the tensor's shape, contiguous: 0 where nothing was added."""
-        total = self._total()
-        total[: self._rows.start], total[self._rows.stop :] = 0, 0
-        self._rows = self._all
-        return total
+        if self._sum is None and self.parts:
+            first = self.parts[0]
+            if first.run == self._all and first.x.dtype == torch.float32:
+                self._sum = self.parts.pop(0).x
+        if self.parts or self._sum is None:
+            total = self._sum
+            self._sum = self._added(torch.empty(self._like.shape, device=self._like.device) if total is None else total)
+            self.parts = []
+        return self._sum
 
     def rows(self, rows: RowIndex, dtype: torch.dtype) -> Tensor:
         """Return the sum of some rows in a type: a view where possible."""
-        kept = self._sum is not None and self._rows in (self._all, _run_of(rows, ALL_HEADS, self._like))
-        if self._sum is None or not kept:
-            return take_rows(self.fp32(), rows).to(dtype)
-        return (take_rows(self._sum, rows) if len(self._sum) == len(self._like) else self._sum).to(dtype)
+        run = self._run(rows)
+        if self._sum is None and run is not None:
+            part = self._only_part(run)
+            if part is not None:
+                return part.to(dtype)
+            part = self._only_part(self._all)
+            if part is not None:
+                return part[run].to(dtype)
+        return take_rows(self.fp32(), rows).to(dtype)
 
     def result(self, dtype: torch.dtype) -> Tensor:
         """Return the sum of all rows in a type."""
-        if self._sum is None:
-            return torch.zeros_like(self._like, dtype=dtype, memory_format=torch.contiguous_format)
-        return (self._sum if self._rows == self._all else self.fp32()).to(dtype)
+        part = self._only_part(self._all) if self._sum is None else None
+        if part is not None:
+            return part.to(dtype)
+        if dtype == torch.float32:
+            return self.fp32()
+        if self.parts or self._sum is None:
+            return self._added(torch.empty(self._like.shape, dtype=dtype, device=self._like.device))
+        return self._sum.to(dtype)
 
-    def _total(self) -> Tensor:
-        """Return the sum in fp32 memory of all rows, of which those outside `_rows` are not written."""
-        if self._sum is None:
-            self._rows = slice(0, 0)
-        elif len(self._sum) == len(self._like) and self._sum.dtype == torch.float32:
-            return self._sum
-        total = torch.empty(self._like.shape, dtype=torch.float32, device=self._like.device)
-        if self._sum is not None:
-            total[self._rows] = self._sum if len(self._sum) < len(self._like) else self._sum[self._rows]
-        self._sum = total
-        return total
-
-
-def _run_of(rows: RowIndex, heads: slice, x: Tensor) -> slice | None:
-    """Return a run of rows with all heads of a tensor as a slice from 0 on; None for other rows, or some heads."""
-    if not isinstance(rows, slice) or heads.indices(x.shape[1]) != (0, x.shape[1], 1):
-        return None
-    start, stop, _ = rows.indices(x.shape[0])
-    return slice(start, stop)
+    def _added(self, result: Tensor) -> Tensor:
+        """Write the sum with all parts that wait to a tensor, which may be the sum itself, and return it."""
+        if not self.parts:
+            return result.zero_()
+        tables, firsts = [part.rows.table for part in self.parts], [part.rows.first for part in self.parts]
+        implementation = None if adds_in_one_kernel(result) else "torch"
+        sum_parts(self._sum, [part.x for part in self.parts], tables, firsts, result, implementation)
+        return result

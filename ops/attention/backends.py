@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from mindspeed_cp.cluster import load_cluster
 from mindspeed_cp.device.npu_profile import check_profile_device, profile_of_process
 from mindspeed_cp.device.select import npu_identity
 from mindspeed_cp.errors import ConfigError
@@ -47,16 +48,19 @@ def backend_from_settings(
     """Return the backend that settings choose for tensors of a device type.
 
     Args:
-        suite: section context_parallel_suite; `backend` and, if present, `npu_options` and `npu_profile` are read.
+        suite: section context_parallel_suite; `backend`, `cluster` on GPUs, and, if present, `npu_options` and
+            `npu_profile` are read.
         device_type: device type of the tensors.
         attention: attention of the layer.
         dtype: type of q, k and v.
 
     Raises:
         ConfigError: as for :func:`backend_for_device`; or npu_profile is damaged, of another device, or leaves no
-            variant that is right.
+            variant that is right; or the cluster was calibrated on another GPU.
     """
     name = device_type if suite.backend == "auto" else suite.backend
+    if name == device_type == "cuda":
+        return _cuda(suite.cluster)
     if name != "npu" or not hasattr(suite, "npu_options"):
         return backend_for_device(device_type, name)
     if device_type == "npu" and suite.npu_profile is not None:
@@ -65,6 +69,25 @@ def backend_from_settings(
         return backend_for_device(device_type, name)  # the backend refuses the type
     options = suite.npu_options(attention, DTYPE_NAMES[dtype], torch.are_deterministic_algorithms_enabled())
     return backend_for_device(device_type, _npu(**options))
+
+
+@cache
+def _cuda(cluster: str | None) -> AttentionBackend:
+    """Return the cuda backend with the times of a cluster's kernels.
+
+    Raises:
+        ConfigError: they were measured on another GPU.
+    """
+    calibrated = None if cluster is None else load_cluster(cluster)
+    if calibrated is None or not calibrated.kernel_times:
+        return BACKENDS["cuda"]
+    device = torch.cuda.get_device_name()
+    if calibrated.device != device:
+        raise ConfigError(
+            f"cluster is {cluster!r}, which was calibrated on {calibrated.device}, and this GPU is {device}; "
+            "run `mindspeed-cp calibrate --device cuda` here, or name a preset"
+        )
+    return CudaAttention(kernel_times=calibrated.kernel_times)
 
 
 @cache

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mindspeed_cp import AttentionConfig
 from mindspeed_cp.ascend_kernels import tile_schedule
-from mindspeed_cp.ascend_kernels.merge import merge_parts_
+from mindspeed_cp.ascend_kernels.merge import merge_parts, sum_parts
 from mindspeed_cp.ascend_kernels.tile_attention import tile_attention_, tile_attention_backward_
 from mindspeed_cp.ascend_kernels.tile_schedule import TileSchedule, schedule_block_rows
 from mindspeed_cp.plan.records import CAUSAL, TILE
@@ -24,7 +24,7 @@ from tests.ascend_kernels.variants import NAMES, Variant
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SHORT = {dtype: name for name, dtype in DTYPES.items()} | {torch.int32: "i32"}
 KERNELS = {
-    "merge": ["merge_kernel"],
+    "merge": ["merge_kernel", "sum_kernel"],
     "tile_attention": ["delta_kernel", "forward_kernel", "dq_kernel", "dkdv_kernel"],
 }
 
@@ -117,7 +117,8 @@ def launches(
         return like(*shape, dtype=torch.float32)
 
     q, k, v, dout = (like(tokens, n, dim) for n in (heads, kv_heads, kv_heads, heads))
-    out, lse, parts = fp32(tokens, heads, dim), fp32(tokens, heads), like(2, tokens, heads, dim)
+    out, lse = fp32(tokens, heads, dim), fp32(tokens, heads)
+    parts = [like(n, heads, dim) for n in (tokens, tokens, tokens // 2, tokens // 4)]
     tiles = np.zeros(1, TILE)
     tiles["q_rows"] = tiles["k_rows"] = tokens
     tiles["mask"] = CAUSAL
@@ -126,14 +127,19 @@ def launches(
     tile_schedule.BLOCK_ROWS["meta"] = tile_schedule.BLOCK_ROWS[kind]
     try:
         with recorded() as launches:
-            merge_parts_(out, lse, parts, fp32(2, tokens, heads))
-            (made["merge"],) = launches
+            rows: tuple[list[Tensor | None], list[int]] = (
+                [None, like(tokens, dtype=torch.int32), None, None], [0, 0, tokens // 2, 0]
+            )  # fmt: skip
+            lses = [fp32(len(part), heads) for part in parts]
+            merge_parts((out, lse), parts, lses, *rows, (out, lse))
+            sum_parts(out, parts, *rows, out)
+            made |= dict(zip(("merge", "sum"), launches, strict=True))
             launches.clear()
             for also, slopes in (("", None), ("_alibi", fp32(heads))):
-                rows = [schedule_block_rows(taken, backward, dim, "meta") for backward in (False, True)]
+                blocks = [schedule_block_rows(taken, backward, dim, "meta") for backward in (False, True)]
                 by = [
                     TileSchedule.of(tiles, attention, n, side, "meta")
-                    for n, side in ((rows[0][0], "q"), (rows[1][0], "q"), (rows[1][1], "k"))
+                    for n, side in ((blocks[0][0], "q"), (blocks[1][0], "q"), (blocks[1][1], "k"))
                 ]
                 scale = attention.softmax_scale
                 tile_attention_(q, k, v, out, lse, by[0], scale, slopes)

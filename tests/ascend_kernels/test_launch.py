@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from mindspeed_cp import AttentionConfig
-from mindspeed_cp.ascend_kernels import TileSchedule, launch, merge_parts_, tile_attention_, tile_attention_backward_
+from mindspeed_cp.ascend_kernels import (
+    TileSchedule,
+    launch,
+    merge_parts,
+    sum_parts,
+    tile_attention_,
+    tile_attention_backward_,
+)
 from mindspeed_cp.ascend_kernels.tile_schedule import schedule_block_rows
 from mindspeed_cp.plan.records import CAUSAL, TILE
 from tests.ascend_kernels.has import triton_runs
@@ -30,10 +37,13 @@ def numbers() -> Callable[..., Tensor]:
 
 
 def merged(random: Callable[..., Tensor]) -> list[Tensor]:
-    """Merge."""
+    """Merge and add."""
     out, lse = random(ROWS, HEADS, DIM), random(ROWS, HEADS)
-    merge_parts_(out, lse, random(2, ROWS, HEADS, DIM), random(2, ROWS, HEADS), "triton")
-    return [out, lse]
+    parts, lses, rows = list(random(2, ROWS, HEADS, DIM)), list(random(2, ROWS, HEADS)), ([None, None], [0, 0])
+    merge_parts((out, lse), parts, lses, *rows, (out, lse), "triton")
+    total = torch.empty(ROWS, HEADS, DIM)
+    sum_parts(None, parts, *rows, total, "triton")
+    return [out, lse, total]
 
 
 def attended(random: Callable[..., Tensor]) -> list[Tensor]:
@@ -97,7 +107,6 @@ def test_lengths_of_a_batch_compile_nothing_anew() -> None:
     from tests.ascend_kernels.launches import variants
 
     for variant in variants("bf16", 64):
-        assert not {"rows", "keys", "blocks", "count"} & {
-            x for x in variant.divisible if variant.signature[x] == "i32"
-        }, variant
+        sizes = {"rows", "keys", "blocks", "count", *(f"{name}{i}" for name in ("first", "count") for i in range(4))}
+        assert not sizes & {x for x in variant.divisible if variant.signature[x] == "i32"}, variant
         assert {x for x, kind in variant.signature.items() if kind.startswith("*")} <= set(variant.divisible), variant

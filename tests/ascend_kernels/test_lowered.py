@@ -12,7 +12,7 @@ import torch
 
 from mindspeed_cp import AttentionConfig, Documents
 from mindspeed_cp.ascend_kernels import launch
-from mindspeed_cp.ascend_kernels.merge import merge_parts_
+from mindspeed_cp.ascend_kernels.merge import merge_parts, sum_parts
 from mindspeed_cp.ascend_kernels.tile_attention import tile_attention_, tile_attention_backward_
 from mindspeed_cp.ascend_kernels.tile_schedule import BLOCK_ROWS, TileSchedule, schedule_block_rows
 from mindspeed_cp.layout import TOKEN_SPAN
@@ -65,19 +65,27 @@ def kernels(lowered: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> I
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_merge(kernels: Kernels, dtype: str) -> None:
-    (kernel,) = kernels(dtype, "merge")
+def test_merge_and_sum(kernels: Kernels, dtype: str) -> None:
+    """Four parts, three of them runs, as the variants were compiled."""
+    merge, add = kernels(dtype, "merge", "sum")
     generator = torch.Generator().manual_seed(1)
     out = torch.randn(75, HEADS, DIM, generator=generator)
-    parts = torch.randn(2, 75, HEADS, DIM, generator=generator).to(DTYPES[dtype])
-    lse, part_lse = torch.randn(75, HEADS, generator=generator), torch.randn(2, 75, HEADS, generator=generator)
-    lse[::3], part_lse[0, ::2], part_lse[1, ::5] = (-torch.inf,) * 3
+    parts = [torch.randn(n, HEADS, DIM, generator=generator).to(DTYPES[dtype]) for n in (75, 60, 37, 18)]
+    lse, *lses = (torch.randn(n, HEADS, generator=generator) for n in (75, 75, 60, 37, 18))
+    lse[::3], lses[0][::2], lses[1][::5] = (-torch.inf,) * 3
     out[::3] = torch.nan  # where nothing was seen
-    actual, wanted = (out.clone(), lse.clone()), (out.clone(), lse.clone())
-    merge_parts_(*actual, parts, part_lse, implementation="triton")
-    merge_parts_(*wanted, parts, part_lse, implementation="torch")
-    assert kernel.launches == 1
-    assert torch.allclose(actual[0], wanted[0], atol=1e-5) and torch.allclose(actual[1], wanted[1], atol=1e-5)
+    table = torch.full((75,), -1, dtype=torch.int32)
+    table[torch.randperm(75, generator=generator)[:60]] = torch.arange(60, dtype=torch.int32)
+    rows = [None, table, None, None], [0, 0, 38, 5]
+    results, sums = [], []
+    for implementation in ("triton", "torch"):
+        results.append((out.clone(), lse.clone()))
+        merge_parts(results[-1], parts, lses, *rows, results[-1], implementation)
+        sums.append(out.nan_to_num())
+        sum_parts(sums[-1], parts, *rows, sums[-1], implementation)
+    assert merge.launches == add.launches == 1
+    for actual, wanted in zip((*results[0], sums[0]), (*results[1], sums[1]), strict=True):
+        assert torch.allclose(actual, wanted, atol=1e-5)
 
 
 def problem(dtype: str, alibi: bool) -> tuple[AttentionConfig, np.ndarray, list[torch.Tensor]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 ATTENTION = ("forward", "dq", "dkdv")
 NAMES = (
-    "merge", "delta",
+    "merge", "sum", "delta",
     *ATTENTION, *(f"{name}_alibi" for name in ATTENTION),
 )  # fmt: skip
 

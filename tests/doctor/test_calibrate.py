@@ -11,13 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from mindspeed_cp import AttentionConfig, ConfigError
 from mindspeed_cp.cli.main import run
 from mindspeed_cp.cluster import load_cluster
 from mindspeed_cp.cluster.calibration import MeasuredFits, Measurement
-from mindspeed_cp.doctor import calibrate
+from mindspeed_cp.config import SuiteSettings
+from mindspeed_cp.doctor import calibrate, kernel_timing
 from mindspeed_cp.errors import PeerError
+from mindspeed_cp.ops.attention import BACKENDS, backend_from_settings, backends
+from mindspeed_cp.ops.attention.cuda.backend import CudaAttention
 from tests.limits import HANG
+from tests.ops.flash_double import DoubleFlash
 from tests.ports import free_port
 from tests.processes import preload
 from tests.programs import forked_processes, run_programs
@@ -128,6 +134,53 @@ def test_a_base_gives_what_is_not_measured(tmp_path: Path, monkeypatch: pytest.M
     assert made.nic_bandwidth == base.effective_nic, "measured and nominal bandwidths do not mix"
 
 
+class DoubledKernels(CudaAttention):
+    """Two kernels of the cuda backend on a CPU: the tiles', and a double of flash attention."""
+
+    def __init__(self, kernel: str = "auto") -> None:
+        super().__init__(kernel, DoubleFlash())
+
+    def kernels_for(self, attention: AttentionConfig, dtype: torch.dtype) -> tuple[str, ...]:
+        return ("flash", "tiles")
+
+
+def test_kernels_of_a_gpu_are_compared_and_its_preset_is_for_it_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a CPU, which only the names of a GPU are given to."""
+    monkeypatch.setattr(calibrate, "rank_device", lambda kind, rank: torch.device("cpu"))
+    monkeypatch.setattr(calibrate, "device_name", lambda device: "H300")
+    monkeypatch.setattr(calibrate, "load_cuda", lambda *_: torch.cuda)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(kernel_timing, "CudaAttention", DoubledKernels)
+    options = ("--device", "cuda", "--longest", "450", "--heads", "2", "--head-dim", "32", "--overwrite")
+    code, out = calibrated(monkeypatch, tmp_path, IN_NODE, *options)
+    assert code == 0 and "450 x 450" in capsys.readouterr().out
+    cluster = load_cluster(str(out))
+    assert cluster.device == "H300" and {time.kernel for time in cluster.kernel_times} == {"flash", "tiles"}
+    assert [(time.rows, time.keys) for time in cluster.kernel_times[::2]] == [
+        (56, 84),
+        (56, 450),
+        (225, 340),
+        (450, 450),
+    ]
+    assert all(0 < time.forward < 1 and 0 < time.backward < 1 for time in cluster.kernel_times)
+
+    suite, config = SuiteSettings(cluster=str(out)), AttentionConfig(2, head_dim=32)
+    for name in ("H300", "H100"):
+        backends._cuda.cache_clear()
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None, name=name: name)
+        if name == "H300":
+            backend = backend_from_settings(suite, "cuda", config, torch.bfloat16)
+            assert isinstance(backend, CudaAttention) and backend.kernel_times == cluster.kernel_times
+        else:
+            with pytest.raises(
+                ConfigError, match="was calibrated on H300, and this GPU is H100; run `mindspeed-cp cal"
+            ):
+                backend_from_settings(suite, "cuda", config, torch.bfloat16)
+    assert backend_from_settings(SuiteSettings(cluster="h200"), "cuda", config, torch.bfloat16) is BACKENDS["cuda"]
+
+
 def test_a_peak_below_what_was_measured_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -157,7 +210,7 @@ def test_several_nodes_are_measured_under_a_launcher(tmp_path: Path) -> None:
         ("out.txt", "out.txt: the suffix is '.txt'; valid: a file name with .yaml or .yml"),
         ("no/out.yaml", "there is no folder no; create it"),
         ("there.yaml", "there.yaml: is there already; give another name, or --overwrite"),
-        ("out.yaml --device gpu", "--device gpu: cannot be calibrated; valid: auto, cpu, npu"),
+        ("out.yaml --device gpu", "--device gpu: cannot be calibrated; valid: auto, cpu, npu, cuda"),
         ("out.yaml --dtype fp8", "--dtype fp8: valid: bf16, fp16, fp32"),
         ("out.yaml --nproc 0", "'--nproc'"),
         ("out.yaml --nproc 1", "--nproc 1: links cannot be measured with one rank; give --nproc 2"),

@@ -15,16 +15,18 @@ from mindspeed_cp.doctor import run_checks
 from mindspeed_cp.doctor.operator import DTYPES, LONG_CASES, SHORT_CASES, applies, reference_inputs
 from mindspeed_cp.doctor.tables import report_tables
 from mindspeed_cp.ops.attention.cuda.backend import CudaAttention
-from mindspeed_cp.ops.attention.cuda.flash_operator import check_device, flash_attention_3
+from mindspeed_cp.ops.attention.cuda.flash4 import flash_4_unavailable_reason
+from mindspeed_cp.ops.attention.cuda.flash_operator import check_device
 from mindspeed_cp.report.text import Table, print_tables
 
 
 def test_every_kernel_is_checked_by_some_case() -> None:
     asked = {
-        CudaAttention().kernel_for(case.attention, DTYPES[dtype])
+        kernel
         for dtype in DTYPES
         for case in (*SHORT_CASES, *LONG_CASES)
         if applies("cuda", dtype, case)
+        for kernel in CudaAttention().kernels_for(case.attention, DTYPES[dtype])
     }
     assert asked == {"flash", "tiles"}
 
@@ -39,7 +41,7 @@ def test_every_type_holds_the_inputs() -> None:
 @pytest.fixture
 def old_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One GPU, older than any that the kernels run on."""
-    caches = check_device, flash_attention_3  # other tests' GPUs have the same number
+    caches = check_device, flash_4_unavailable_reason  # other tests' GPUs have the same number
     for name, value in {
         "is_available": True, "device_count": 1, "get_device_name": "Tesla T4", "get_device_capability": (7, 5),
     }.items():  # fmt: skip

@@ -3,43 +3,41 @@ double (flash_double.py) and the kernel of tiles its torch implementation: no GP
 
 from __future__ import annotations
 
-import importlib.util
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.util import find_spec
+from importlib import metadata
 from itertools import product
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.isolated_rank import attend_virtually
 from mindspeed_cp import AttentionConfig, ConfigError
+from mindspeed_cp.cluster import KernelTime
 from mindspeed_cp.ops.attention import BACKENDS, attention, attention_backward, backend_for_device
-from mindspeed_cp.ops.attention.cuda import flash_attention
+from mindspeed_cp.ops.attention.cuda import flash4, flash_attention
 from mindspeed_cp.ops.attention.cuda import flash_operator as flash
 from mindspeed_cp.ops.attention.cuda.backend import CudaAttention
 from mindspeed_cp.ops.attention.cuda.flash_attention import CudaFlashAttention
 from mindspeed_cp.ops.attention.cuda.flash_operator import AtenFlashOperator, FlashArguments
+from mindspeed_cp.ops.attention.cuda.kernel_choice import H200_TIMES, fastest_kernel
 from mindspeed_cp.ops.attention.lowering.fused_call import MIN_COPIES
 from tests.engine.cases import Case
 from tests.engine.draw import problem
-from tests.ops.flash_double import DoubleFlash, as_torch_reads
+from tests.ops.flash_double import DoubleFlash, DoubleFlash4, as_torch_reads
 from tests.ops.test_npu_backend import EXACT, HALF, compare, run
 from tools import capabilities
 
 CELLS = [cell for cell in capabilities.all_cells() if cell.backend == "cuda" and capabilities.unsupported(cell) is None]
 STILL = [cell for cell in CELLS if cell.dropout == "none"]
 RANKS = st.sampled_from((1, 2, 3, 4, 5, 8))
-
-#: torch's binding to the package flash-attn-3.
-HAS_BINDING = pytest.mark.skipif(
-    find_spec("torch.nn.attention._fa3") is None, reason=f"torch {torch.__version__} has no torch.nn.attention._fa3"
-)
 
 
 @settings(max_examples=120, deadline=None)
@@ -115,23 +113,143 @@ CONFIGS = {
 
 
 @pytest.mark.parametrize(
-    ("config", "dtype", "kernel"),
+    ("config", "dtype", "kernels"),
     [
-        ("plain", torch.bfloat16, "flash"),
-        ("plain", torch.float16, "flash"),
-        ("plain", torch.float32, "tiles"),
-        ("ALiBi", torch.bfloat16, "tiles"),
-        ("wide", torch.bfloat16, "tiles"),
-        ("dropout", torch.bfloat16, "flash"),
+        ("plain", torch.bfloat16, ("flash4", "flash", "tiles")),
+        ("plain", torch.float16, ("flash4", "flash", "tiles")),
+        ("plain", torch.float32, ("tiles",)),
+        ("ALiBi", torch.bfloat16, ("tiles",)),
+        ("wide", torch.bfloat16, ("tiles",)),
+        ("dropout", torch.bfloat16, ("flash",)),
     ],
 )
-def test_which_kernel_serves(config: str, dtype: torch.dtype, kernel: str) -> None:
+def test_kernels_that_may_serve(
+    config: str, dtype: torch.dtype, kernels: tuple[str, ...], flash_4: DoubleFlash4, gpu: dict[str, Any]
+) -> None:
     backend = CudaAttention()
-    assert backend.kernel_for(CONFIGS[config], dtype) == kernel
+    assert backend.kernels_for(CONFIGS[config], dtype) == kernels
     backend.check(CONFIGS[config], dtype)
-    tiles = Case((8,), 1).plan().forward.tiles(0)
-    calls = backend.lower_forward(tiles, 8, CONFIGS[config], dtype)[0, 0]
-    assert (type(calls[0]).__name__ == "StepTiles") == (kernel == "tiles")
+    gpu["flash-attn-4"] = None
+    flash4.flash_4_unavailable_reason.cache_clear()
+    assert backend.kernels_for(CONFIGS[config], dtype) == tuple(name for name in kernels if name != "flash4")
+
+
+@pytest.fixture
+def flash_4(gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> DoubleFlash4:
+    """flash-attn-4 on a Hopper GPU."""
+    gpu["flash-attn-4"] = flash4.RELEASE
+    double = DoubleFlash4()
+    for name, module in (("flash_attn", ModuleType("flash_attn")), ("flash_attn.cute", ModuleType("flash_attn.cute"))):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", double)
+    return double
+
+
+#: flash-attn-4 takes no fp32, no ALiBi and no dropout.
+FLASH_4_CELLS = [cell for cell in STILL if cell.bias == "none"]
+
+
+class OnCpu(CudaAttention):
+    """flash-attn-4, that is its double, on tensors of a CPU."""
+
+    name = "cpu"
+
+    def check_device(self, device: torch.device) -> None:
+        pass
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.sampled_from(FLASH_4_CELLS),
+    RANKS,
+    st.sampled_from((torch.bfloat16, torch.float16)),
+    st.randoms(use_true_random=False),
+)
+def test_any_plan_agrees_with_fp64_by_flash_attn_4(flash_4: DoubleFlash4, cell, ranks, dtype, rng) -> None:
+    case = replace(problem(cell, ranks, rng), dtype=dtype)
+    before = len(flash_4.calls)
+    compare(case, OnCpu("flash4"), HALF)
+    assert len(flash_4.calls) > before or not sum(case.lengths)
+
+
+def test_mla_widths_reach_flash_attn_4_as_they_are(flash_4: DoubleFlash4) -> None:
+    """192 and 128 channels need no padding; 40 would have a wrong gradient and become 64."""
+    for widths, seen in (((192, 128), 192), ((40, 40), 64), ((200, 40), 256)):
+        compare(Case((60, 9), 2, 2, 1, *widths, dtype=torch.bfloat16), OnCpu("flash4"), HALF)
+        assert flash_4.calls[-1][0][2] == seen
+
+
+def test_flash_attn_4_is_deterministic_where_torch_is_asked(flash_4: DoubleFlash4) -> None:
+    case = Case((60, 9), 2, 2, 1, 64, 64, dtype=torch.bfloat16)
+    for wanted in (True, False):
+        torch.use_deterministic_algorithms(wanted)
+        try:
+            compare(case, OnCpu("flash4"), HALF)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert flash_4.deterministic == wanted
+
+
+@pytest.mark.parametrize(
+    ("facts", "says"),
+    [
+        ({"flash-attn-4": None}, "flash-attn-4 is not installed; install flash-attn-4==4.0.0b36"),
+        ({"flash-attn-4": "4.0.0b20"}, "flash-attn-4 is 4.0.0b20, and its functions differ between releases; install"),
+        ({"capability": (8, 0)}, r"needs compute capability 9 or 10 \(Hopper, Blackwell\); this GPU has 8.0"),
+        ({"broken": True}, "flash-attn-4 cannot be imported: undefined symbol"),
+    ],
+)
+def test_why_flash_attn_4_is_not_taken(
+    facts: dict[str, Any], says: str, flash_4: DoubleFlash4, gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu.update(facts)
+    if "broken" in facts:
+
+        def broken() -> None:
+            raise ImportError("undefined symbol")
+
+        monkeypatch.setattr(flash4, "_interface", broken)
+    with pytest.raises(ConfigError, match=f"kernel 'flash4' of the cuda backend: .*{says}.*; or use kernel 'auto'"):
+        CudaAttention("flash4").check_device(torch.device("cuda"))
+    CudaAttention().check_device(torch.device("cuda"))
+    assert CudaAttention().kernels_for(AttentionConfig(4), torch.bfloat16) == ("flash", "tiles")
+
+
+LONG, PACKED = (4096,), tuple([60] * 60)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "ranks", "algorithm", "kernels", "fastest"),
+    [
+        (LONG, 1, "ring", ("flash4", "flash", "tiles"), "flash4"),
+        (LONG, 1, "ring", ("flash", "tiles"), "flash"),
+        (PACKED, 1, "ring", ("flash", "tiles"), "tiles"),
+        (tuple([900] * 8), 8, "ring", ("flash4", "flash", "tiles"), "tiles"),
+        (tuple([900] * 8), 8, "all_gather", ("flash4", "flash", "tiles"), "flash4"),
+    ],
+)
+def test_the_fastest_kernel_by_the_measured_times_of_an_h200(
+    lengths: tuple[int, ...], ranks: int, algorithm: str, kernels: tuple[str, ...], fastest: str
+) -> None:
+    case = Case(lengths, ranks, algorithm=algorithm)
+    tiles = case.plan().forward.tiles(0)
+    assert fastest_kernel(tiles, case.attention, "forward", kernels, H200_TIMES) == fastest
+
+
+def test_times_of_a_calibration_decide() -> None:
+    """By direction, and without sizes at which a kernel was not measured."""
+    tiles, config = Case((64,), 1).plan().forward.tiles(0), AttentionConfig(4)
+    times = [
+        KernelTime(kernel="flash", rows=64, keys=64, forward=1.0, backward=1.0),
+        KernelTime(kernel="tiles", rows=64, keys=64, forward=2.0, backward=0.5),
+        KernelTime(kernel="tiles", rows=60, keys=60, forward=0.1, backward=9.0),
+    ]
+    assert fastest_kernel(tiles, config, "forward", ("flash", "tiles"), times) == "flash"
+    assert fastest_kernel(tiles, config, "backward", ("flash", "tiles"), times) == "tiles"
+    assert fastest_kernel(tiles, config, "forward", ("flash4", "tiles"), times) == "flash4"
+    assert fastest_kernel(tiles[:0], config, "forward", ("flash", "tiles"), times) == "flash"
+    lowered = CudaAttention(kernel_times=tuple(times)).lower_backward(tiles, 64, config, torch.bfloat16)
+    assert type(lowered[0, 0][0]).__name__ == "StepTiles"
 
 
 @pytest.mark.parametrize(
@@ -162,7 +280,7 @@ def test_what_is_refused(kernel: str, config: AttentionConfig, dtype: torch.dtyp
 
 
 def test_bad_options_and_devices() -> None:
-    with pytest.raises(ConfigError, match=r"cuda\.kernel is 'fast'; valid: auto, flash, tiles"):
+    with pytest.raises(ConfigError, match=r"cuda\.kernel is 'fast'; valid: auto, flash4, flash, tiles"):
         CudaAttention("fast")
     assert backend_for_device("cuda") is BACKENDS["cuda"]
     with pytest.raises(ConfigError, match="'cuda' does not run on tensors of device 'cpu'"):
@@ -173,16 +291,23 @@ def test_bad_options_and_devices() -> None:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """A GPU of which only the capability is known, and whether FlashAttention 3 is installed."""
-    facts: dict[str, Any] = {"capability": (9, 0), "installed": True}
-    real = importlib.util.find_spec
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: facts["capability"])
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "T4")
+    """A GPU of which only the capability is known, and the release of flash-attn-4 that is installed, or None."""
+    facts: dict[str, Any] = {"capability": (9, 0), "flash-attn-4": None}
+    real = metadata.version
+
+    def version(name: str) -> str:
+        if name != "flash-attn-4":
+            return real(name)
+        if facts[name] is None:
+            raise metadata.PackageNotFoundError(name)
+        return str(facts[name])
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: facts["capability"])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "T4")
     monkeypatch.setattr(flash, "has_triton", lambda: True)
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: facts["installed"] or None if name == flash.FLASH_3 else real(name)
-    )
-    caches = flash.check_device, flash.flash_attention_3
+    monkeypatch.setattr(metadata, "version", version)
+    caches = flash.check_device, flash4.flash_4_unavailable_reason, flash4._interface
     for cache in caches:
         cache.cache_clear()
     yield facts
@@ -202,9 +327,8 @@ def test_what_a_gpu_lacks_is_said_before_anything_is_sent(gpu: dict[str, Any], m
 
 
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (5, 0), (3, 2)])
-def test_torch_takes_the_calls(window: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_takes_the_calls(window: tuple[int, int]) -> None:
     """Arguments and shapes against torch's own declaration of the operators: what no GPU is needed for."""
-    monkeypatch.setattr(flash, "flash_attention_3", lambda device: (None, ""))
     q, k, v = (torch.empty(7, heads, 16, dtype=torch.bfloat16, device="meta") for heads in (4, 2, 2))
     cu = torch.empty(3, dtype=torch.int32, device="meta")
     how, operator = FlashArguments(cu, cu, 4, 4, window, 0.25, 0.0), AtenFlashOperator()
@@ -213,67 +337,6 @@ def test_torch_takes_the_calls(window: tuple[int, int], monkeypatch: pytest.Monk
     for state in (kept, ()):
         result = operator.backward(q, k, v, out, out, lse, state, how)
         assert [x.shape for x in result] == [x.shape for x in (q, k, v)]
-
-
-@HAS_BINDING
-def test_flash_attention_3_is_taken_where_it_is(gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """On compute capability 9 with its package; not under dropout, not where bits must repeat, and nothing of the
-    process is changed."""
-    from torch.nn.attention import _fa3, current_flash_attention_impl
-
-    asked: list[str] = []
-    monkeypatch.setattr(_fa3, "_fa3_import_module", asked.append)
-    device = torch.device("cuda")
-    assert flash._usable_flash_attention_3(device, 0.0) is _fa3 and asked == [flash.FLASH_3]
-    assert flash._usable_flash_attention_3(device, 0.1) is None
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert flash._usable_flash_attention_3(device, 0.0) is None
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert current_flash_attention_impl() is None
-    for number, (facts, why) in enumerate(
-        (({"capability": (8, 0)}, "made for compute capability 9"), ({"installed": None}, "not installed"))
-    ):
-        gpu.update({"capability": (9, 0), "installed": True} | facts)
-        assert flash.flash_attention_3(torch.device("cuda", number)) == (None, why)
-
-    def broken(name: str) -> None:
-        raise ImportError("undefined symbol")
-
-    gpu.update({"capability": (9, 0), "installed": True})
-    monkeypatch.setattr(_fa3, "_fa3_import_module", broken)
-    function, why = flash.flash_attention_3(torch.device("cuda", 5))
-    assert function is None and why == "installed, but it cannot be loaded (undefined symbol)"
-
-
-@HAS_BINDING
-@pytest.mark.parametrize("window", [(-1, 0), (5, 2)])
-def test_the_binding_of_flash_attention_3_takes_the_calls(
-    window: tuple[int, int], gpu: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The arguments as torch's private binding hands them on to the package."""
-    from torch.nn.attention import _fa3
-
-    given: dict[str, tuple[Any, ...]] = {}
-
-    def forward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-        given["forward"] = arguments
-        return arguments[0], torch.zeros(4, 7), torch.zeros(0), torch.zeros(0)
-
-    monkeypatch.setattr(_fa3, "_fa3_import_module", lambda name: None)
-    monkeypatch.setattr(_fa3, "_FA3_CUDA_FWD", forward)
-    monkeypatch.setattr(_fa3, "_FA3_CUDA_BWD", lambda *arguments: given.update(backward=arguments))
-    q, k, v = (torch.zeros(7, heads, 16, dtype=torch.bfloat16) for heads in (4, 2, 2))
-    cu = torch.tensor([0, 3, 7], dtype=torch.int32)
-    how, operator = FlashArguments(cu, cu, 4, 4, window, 0.25, 0.0), AtenFlashOperator()
-    out, lse, kept = operator.forward(q, k, v, how)
-    assert out is q and lse.shape == (4, 7) and kept == ()
-    assert [x.shape for x in operator.backward(q, k, v, out, out, lse, kept, how)] == [x.shape for x in (q, k, v)]
-    assert given["forward"][7] is cu and given["forward"][12:14] == (4, 4)
-    for arguments in given.values():
-        (index,) = (i for i, x in enumerate(arguments) if isinstance(x, float) and x == 0.25)
-        assert arguments[index : index + 4] == (0.25, window == (-1, 0), *window)
 
 
 def test_determinism_is_torchs_switch() -> None:

@@ -272,8 +272,8 @@ def test_the_kernel_that_merges_is_used_and_must_be_there(monkeypatch):
     from mindspeed_cp.ops.attention.npu import backend as npu
 
     called = []
-    merge = npu.merge_parts_
-    monkeypatch.setattr(npu, "merge_parts_", lambda *given: called.append(given) or merge(*given))
+    merge = npu.merge_parts
+    monkeypatch.setattr(npu, "merge_parts", lambda *given: called.append(given) or merge(*given))
     backend = NpuAttention(merge="triton", operator=OracleOperator())
     compare(Case((300, 41), 3), backend, EXACT)
     assert called and all(part.shape[0] == 1 and out.dtype == torch.float32 for out, _, part, _ in called)

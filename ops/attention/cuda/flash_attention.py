@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_cp.ascend_kernels.merge import merge_parts_
+from mindspeed_cp.ascend_kernels.merge import merge_parts
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.ops.attention.accumulators import OutputAccumulator
 from mindspeed_cp.ops.attention.contract import Heads
 from mindspeed_cp.ops.attention.cuda.flash_operator import (
     AtenFlashOperator,
@@ -20,7 +21,7 @@ from mindspeed_cp.ops.attention.cuda.flash_operator import (
     check_device,
 )
 from mindspeed_cp.ops.attention.head_groups import HeadGroup, pad_head_dim
-from mindspeed_cp.ops.attention.lowering.device_call import on_device
+from mindspeed_cp.ops.attention.lowering.device_call import DeviceCall, on_device
 from mindspeed_cp.ops.attention.lowering.fused_backend import FusedBackend
 from mindspeed_cp.ops.attention.lowering.fused_call import CallLimits, FusedCall
 from mindspeed_cp.ops.attention.lowering.fused_lowering import FusedCalls, lower_to_fused_calls
@@ -44,7 +45,7 @@ class CudaFlashAttention(FusedBackend):
     """
 
     title = "flash attention"
-    clears_unwritten_rows = False  # merge_parts_ ignores accumulators whose lse is -inf
+    clears_unwritten_rows = False  # merge_parts ignores accumulators whose lse is -inf
 
     def __init__(self, name: str = "cuda", operator: FlashOperator | None = None) -> None:
         self.name = name
@@ -66,13 +67,13 @@ class CudaFlashAttention(FusedBackend):
     def unsupported_reason(self, attention: AttentionConfig, dtype: torch.dtype) -> str | None:
         """Return what FlashAttention does not support as setting, value and valid values; None if it supports all."""
         if attention.slopes is not None:
-            return "attention.alibi is given; valid for flash attention: False"
+            return f"attention.alibi is given; valid for {self.title}: False"
         if dtype not in self._run.dtypes:
             valid = ", ".join(str(supported)[6:] for supported in self._run.dtypes)
-            return f"dtype is {str(dtype)[6:]}; valid for flash attention: {valid}"
+            return f"dtype is {str(dtype)[6:]}; valid for {self.title}: {valid}"
         width = max(attention.head_dim, attention.head_dim_v)
         if width > self._run.max_head_dim:
-            return f"head_dim is {width}; valid for flash attention: up to {self._run.max_head_dim}"
+            return f"head_dim is {width}; valid for {self.title}: up to {self._run.max_head_dim}"
         return None
 
     def check(self, attention: AttentionConfig, dtype: torch.dtype) -> None:
@@ -130,12 +131,25 @@ class CudaFlashAttention(FusedBackend):
         )
 
     def _merge_duplicates(self, into: tuple[Tensor, ...], more: tuple[Tensor, ...]) -> None:
-        (out, lse), (part_out, part_lse) = into, more
-        merge_parts_(out, lse, part_out.contiguous()[None], part_lse.contiguous()[None])
+        self._merge(*into, *more)
 
     def _merge(self, out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor]:
-        merge_parts_(out, lse, part_out.contiguous()[None], part_lse.contiguous()[None])
+        merge_parts((out, lse), [part_out.contiguous()], [part_lse.contiguous()], [None], [0], (out, lse))
         return out, lse
+
+    def _accumulate(
+        self,
+        call: FusedCall,
+        on: DeviceCall,
+        output: OutputAccumulator,
+        heads: slice,
+        part_out: Tensor,
+        part_lse: Tensor,
+    ) -> None:
+        if output.has_heads(heads):
+            output.merge_part(on.q_scatter.part_rows(len(output)), part_out, part_lse)
+        else:
+            super()._accumulate(call, on, output, heads, part_out, part_lse)
 
 
 def _operator_arguments(

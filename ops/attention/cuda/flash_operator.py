@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,9 +17,6 @@ RngState = tuple[Tensor, ...]
 
 #: Minimum compute capability of torch's kernels.
 MIN_COMPUTE_CAPABILITY = (8, 0)
-
-#: The module that the package of FlashAttention 3 installs.
-FLASH_3 = "flash_attn_interface"
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,9 +81,7 @@ class FlashOperator(Protocol):
 
 class AtenFlashOperator:
     """torch.ops.aten._flash_attention_forward and _backward: FlashAttention 2 in torch, or the implementation that the
-    program has activated with `torch.nn.attention.activate_flash_attention_impl`. FlashAttention 3 where
-    :func:`flash_attention_3` finds it, without dropout and without deterministic algorithms. No global state
-    changes."""
+    program has activated with `torch.nn.attention.activate_flash_attention_impl`."""
 
     dtypes = (torch.bfloat16, torch.float16)
     max_head_dim = 256
@@ -95,23 +89,6 @@ class AtenFlashOperator:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, arguments: FlashArguments) -> tuple[Tensor, Tensor, RngState]:
         """See the protocol."""
         left, right = arguments.window
-        flash_3 = _usable_flash_attention_3(q.device, arguments.dropout)
-        if flash_3 is not None:
-            out, lse = flash_3._fa3_run_forward(
-                q,
-                k,
-                v,
-                arguments.cu_seqlens_q,
-                arguments.cu_seqlens_k,
-                arguments.max_seqlen_q,
-                arguments.max_seqlen_k,
-                arguments.scale,
-                arguments.causal,
-                left,
-                right,
-                None,
-            )
-            return out, lse, ()
         out, lse, state, unused, _ = torch.ops.aten._flash_attention_forward(
             q, k, v, arguments.cu_seqlens_q, arguments.cu_seqlens_k, arguments.max_seqlen_q, arguments.max_seqlen_k,
             arguments.dropout, arguments.causal, False, scale=arguments.scale, window_size_left=left,
@@ -131,39 +108,12 @@ class AtenFlashOperator:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """See the protocol."""
         left, right = arguments.window
-        flash_3 = _usable_flash_attention_3(q.device, arguments.dropout)
-        grads: tuple[Tensor, Tensor, Tensor]
-        if flash_3 is not None:
-            grads = flash_3._fa3_run_backward(
-                dout,
-                q,
-                k,
-                v,
-                out,
-                lse,
-                arguments.cu_seqlens_q,
-                arguments.cu_seqlens_k,
-                arguments.max_seqlen_q,
-                arguments.max_seqlen_k,
-                arguments.scale,
-                arguments.causal,
-                left,
-                right,
-            )
-            return grads
         state, unused = rng_state or _empty_rng_state(q.device)
-        grads = torch.ops.aten._flash_attention_backward(
+        grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
             dout, q, k, v, out, lse, arguments.cu_seqlens_q, arguments.cu_seqlens_k, arguments.max_seqlen_q,
             arguments.max_seqlen_k, arguments.dropout, arguments.causal, state, unused, scale=arguments.scale,
         window_size_left=left, window_size_right=right, )  # fmt: skip
         return grads
-
-
-def _usable_flash_attention_3(device: torch.device, dropout: float) -> Any:
-    """Return FlashAttention 3 if it can be used, else None."""
-    if dropout or torch.are_deterministic_algorithms_enabled():
-        return None
-    return flash_attention_3(device)[0]
 
 
 @lru_cache(maxsize=16)
@@ -186,23 +136,3 @@ def check_device(device: torch.device) -> None:
         )
     if not has_triton():
         raise ConfigError("backend is 'cuda' and the package triton is not installed; install it, or use backend 'cpu'")
-
-
-@lru_cache(maxsize=16)
-def flash_attention_3(device: torch.device) -> tuple[Any, str]:
-    """Return torch's binding of FlashAttention 3 and "", or None and the reason why it is not available.
-
-    It requires an NVIDIA GPU of compute capability 9 and the package. The binding is a private module of torch, whose
-    release is pinned; it is called as it is, and nothing in torch is replaced.
-    """
-    if torch.version.hip is not None or torch.cuda.get_device_capability(device)[0] != 9:
-        return None, "made for compute capability 9"
-    if importlib.util.find_spec(FLASH_3) is None:
-        return None, "not installed"
-    try:
-        from torch.nn.attention import _fa3
-
-        _fa3._fa3_import_module(FLASH_3)
-    except Exception as error:  # a package built for another torch fails in ways of its own
-        return None, f"installed, but it cannot be loaded ({' '.join(str(error).split())[:160]})"
-    return _fa3, ""

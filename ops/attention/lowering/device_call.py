@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
 
@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_cp.ops.attention.accumulators import GradientAccumulator
+from mindspeed_cp.ops.attention.accumulators import GradientAccumulator, adds_in_one_kernel
 from mindspeed_cp.ops.attention.lowering.fused_call import FusedCall, HostRows, ScatterRows
-from mindspeed_cp.ops.rows import RowIndex, take_rows
+from mindspeed_cp.ops.rows import PartRows, RowIndex, take_rows
 from mindspeed_cp.plan import AttentionConfig
 
 #: Merges rows into rows in place: (tensors to merge into, tensors to merge from).
@@ -27,9 +27,17 @@ class DeviceScatter:
     merges: tuple[tuple[RowIndex, RowIndex], ...]
     source: RowIndex
     target: RowIndex
+    device: torch.device
+    cache: dict[int, PartRows] = field(default_factory=dict, repr=False)
 
-    def merge_duplicates(self, results: tuple[Tensor, ...], merge: MergeRows) -> tuple[Tensor, ...]:
-        """Merge the rows of a result that belong to the same target row, and return one row for each target.
+    def part_rows(self, rows: int) -> PartRows:
+        """Return which rows of a result belong to which of the `rows` rows of the tensor; built at the first use."""
+        if rows not in self.cache:
+            self.cache[rows] = PartRows.of(self.source, self.target, rows, self.device)
+        return self.cache[rows]
+
+    def merge_duplicates(self, results: tuple[Tensor, ...], merge: MergeRows) -> None:
+        """Merge the rows of a result that belong to the same target row, so that `source` has one for each target.
 
         Args:
             results: tensors with the rows of the call; changed in place.
@@ -41,14 +49,17 @@ class DeviceScatter:
             if isinstance(into, Tensor):
                 for x, rows in zip(results, merged, strict=True):
                     x.index_copy_(0, into, rows)
-        return tuple(take_rows(x, self.source) for x in results)
 
     def add_to(self, sums: tuple[GradientAccumulator, ...], results: tuple[Tensor, ...], heads: slice) -> None:
         """Add the gradients of a call to the sums, to these heads."""
         if self.merges:
             results = tuple(x.float() for x in results)
-        for total, part in zip(sums, self.merge_duplicates(results, _add_each), strict=True):
-            total.add(self.target, part, heads)
+            self.merge_duplicates(results, _add_each)
+        for total, part in zip(sums, results, strict=True):
+            if total.has_heads(heads) and adds_in_one_kernel(part):
+                total.add_part(self.part_rows(len(total)), part)
+            else:
+                total.add(self.target, take_rows(part, self.source), heads)
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +153,7 @@ def _rows(rows: HostRows, device: torch.device) -> RowIndex:
 
 def _scatter(scatter: ScatterRows, device: torch.device) -> DeviceScatter:
     merges = tuple((_rows(into, device), _rows(source, device)) for into, source in scatter.merges)
-    return DeviceScatter(merges, _rows(scatter.source, device), _rows(scatter.target, device))
+    return DeviceScatter(merges, _rows(scatter.source, device), _rows(scatter.target, device), device)
 
 
 def _add_each(into: tuple[Tensor, ...], more: tuple[Tensor, ...]) -> None:

@@ -96,7 +96,7 @@ class FusedBackend(ABC):
                 part_out = part_out[..., :head_dim_v]
                 if on.q_scatter.merges:
                     part_out = part_out.float().contiguous()
-                part_out, part_lse = on.q_scatter.merge_duplicates((part_out, part_lse), self._merge_duplicates)
+                    on.q_scatter.merge_duplicates((part_out, part_lse), self._merge_duplicates)
                 self._accumulate(call, on, state.output, group.q, part_out, part_lse)
                 if largest is not None:
                     _keep_largest(state, group, on, largest)
@@ -142,6 +142,7 @@ class FusedBackend(ABC):
     ) -> None:
         """Store the result of a call, or merge it with those before."""
         target = on.q_scatter.target
+        part_out, part_lse = take_rows(part_out, on.q_scatter.source), take_rows(part_lse, on.q_scatter.source)
         if call.unwritten is True:
             output.store(target, heads, part_out, part_lse)
             return
@@ -179,7 +180,8 @@ def _keep_largest(state: ForwardState, group: HeadGroup, on: DeviceCall, largest
         shape = len(state.q), group.q.stop - group.q.start
         state.saved[key] = state.q.new_full(shape, -torch.inf, dtype=torch.float32)
     kept, target = state.saved[key], on.q_scatter.target
-    (of_targets,) = on.q_scatter.merge_duplicates((largest,), _take_larger)
+    on.q_scatter.merge_duplicates((largest,), _take_larger)
+    of_targets = take_rows(largest, on.q_scatter.source)
     put_rows(kept, target, torch.maximum(take_rows(kept, target), of_targets))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_cp.ascend_kernels.launch import has_triton
-from mindspeed_cp.ascend_kernels.merge import merge_parts_
+from mindspeed_cp.ascend_kernels.merge import merge_parts
 from mindspeed_cp.device.npu_limits import check_npu_limits
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention.contract import Heads, check_choice, check_dtype
@@ -58,7 +58,7 @@ class NpuAttention(FusedBackend):
             square, with its true starts.
         merge: "fp32": :func:`mindspeed_cp.ops.merge.merge_`; "ring_update": npu_ring_attention_update, which rounds to
             its input's type at every hop and therefore gets fp32 inputs; "triton":
-            :func:`mindspeed_cp.ascend_kernels.merge_parts_`, one launch, by triton-ascend.
+            :func:`mindspeed_cp.ascend_kernels.merge_parts`, one launch, by triton-ascend.
         statistics: what the gradient gets of the softmax: "max_sum": the largest score of a row over all keys and the
             sum of the exponentials, as of one forward, but lse and 1 in rows whose sink is larger than all scores by
             more than MAX_LSE_EXCESS, where the sum would overflow; "lse": lse and 1 in all rows, the same weights with
@@ -219,7 +219,7 @@ class NpuAttention(FusedBackend):
         if self.merge == "ring_update":
             return self._ring_update(out, lse, part_out, part_lse)
         if self.merge == "triton":
-            merge_parts_(out, lse, part_out.contiguous()[None], part_lse.contiguous()[None])
+            merge_parts((out, lse), [part_out.contiguous()], [part_lse.contiguous()], [None], [0], (out, lse))
         else:
             merge_(out, lse, part_out, part_lse)
         return out, lse
