@@ -13,7 +13,7 @@ are cut again along the keys::
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -135,6 +135,9 @@ class KernelCall(NamedTuple):
 
 KernelCalls = dict[tuple[int, int], list[KernelCall]]
 
+#: Part of a tile: first and last-plus-one row, first and last-plus-one key, counted within the tile.
+Block = tuple[int, int, int, int]
+
 
 def lower_to_kernel_calls(tiles: np.ndarray, attention: AttentionConfig, upcasts: Upcasts) -> KernelCalls:
     """Return the calls for every (step, slot).
@@ -145,42 +148,43 @@ def lower_to_kernel_calls(tiles: np.ndarray, attention: AttentionConfig, upcasts
         upcasts: which calls are in fp32.
     """
     end = tiles["q_row"] + tiles["q_rows"]
-    writers, written = np.zeros(int(end.max(initial=0)) + 1, np.int64), np.zeros(int(end.max(initial=0)), bool)
+    writers = np.zeros(int(end.max(initial=0)) + 1, np.int64)
+    written = bytearray(len(writers))  # by row; faster than an array for the few rows of most tiles
     np.add.at(writers, tiles["q_row"], 1)
     np.subtract.at(writers, end, 1)
     rows_shared = np.cumsum(np.append(0, np.cumsum(writers) > 1))  # rows of several tiles, before each row
+    by_position = attention.dropout > 0 or attention.slopes is not None
     out: KernelCalls = {}
     for tile, shared in zip(tiles.tolist(), (rows_shared[end] > rows_shared[tiles["q_row"]]).tolist(), strict=True):
         step, slot, q_row, q_rows, k_row, k_rows, mask, document, _, q_pos, k_pos = tile
         if mask == CAUSAL:  # a tile may join several runs of positions; row and key numbers are equivalent
             q_pos = k_pos + k_rows - q_rows
-        region = TileRegion.of(mask, q_rows, k_rows, q_pos - k_pos, attention)
-        blocks = _blocks(region, mask, attention)
+        blocks: Sequence[Block] = ((0, q_rows, 0, k_rows),)
+        kind = MaskKind.CAUSAL if mask == CAUSAL else MaskKind.PLAIN
+        region = None
+        if by_position or not (mask == FULL or (mask == CAUSAL and q_rows == k_rows)):  # not one call as it is
+            region = TileRegion.of(mask, q_rows, k_rows, q_pos - k_pos, attention)
+            blocks = _blocks(region, mask, attention)
         several = len(blocks) > 1 and (mask == CAUSAL or attention.dropout > 0)  # strips share no rows
         calls = out.setdefault((step, slot), [])
-        for block in blocks:
-            a, b, c, d = block
-            block_written = written[q_row + a : q_row + b]
-            count = np.count_nonzero(block_written)
+        for a, b, c, d in blocks:
+            first, last = q_row + a, q_row + b
+            count = written.count(1, first, last)
             calls.append(
                 KernelCall(
-                    q=slice(q_row + a, q_row + b),
+                    q=slice(first, last),
                     k=slice(k_row + c, k_row + d),
-                    kind=_mask_kind(region, block, attention),
+                    kind=kind if region is None else _mask_kind(region, (a, b, c, d), attention),
                     stores=not count,
-                    unwritten=true_runs(~block_written, q_row + a) if 0 < count < b - a else (),
+                    unwritten=true_runs(~np.frombuffer(written, bool)[first:last], first) if 0 < count < b - a else (),
                     upcast=upcasts(b - a, d - c, shared or several),
                     document=document,
                     q_pos=q_pos + a,
                     k_pos=k_pos + c,
                 )
             )
-            block_written[:] = True
+            written[first:last] = b"\1" * (b - a)
     return out
-
-
-#: Part of a tile: first and last-plus-one row, first and last-plus-one key, counted within the tile.
-Block = tuple[int, int, int, int]
 
 
 def _blocks(region: TileRegion, mask: int, attention: AttentionConfig) -> list[Block]:
@@ -188,7 +192,7 @@ def _blocks(region: TileRegion, mask: int, attention: AttentionConfig) -> list[B
     rows, keys = region.rows, region.keys
     if attention.dropout > 0:
         return list(region.strips(DROPOUT_BLOCK, DROPOUT_BLOCK))
-    if mask == CAUSAL and attention.slopes is None and keys > rows > ONE_CALL:
+    if mask == CAUSAL and attention.slopes is None and rows > ONE_CALL:
         return [(0, rows, 0, keys - rows), (0, rows, keys - rows, keys)]
     if mask != BAND and (mask == FULL or attention.slopes is None):
         return [(0, rows, 0, keys)]
