@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,7 +29,6 @@ import torch
 
 from tests.host_cann import device_memory, task_queue
 from tests.host_cann.device_memory import copied, copy_bytes, drain, fill_bytes, host, late, poison, put, tensors, watch
-from tests.host_cann.kernels import HAS_KERNELS, kernel, replace
 
 KEEP = frozenset(
     [
@@ -67,6 +67,31 @@ calls: collections.Counter[str] = collections.Counter()  # operator -> calls tha
 _library: torch.library.Library | None = None
 
 
+# Before torch 2.9 there is no torch.library.get_kernel: a kernel is called through its operator there, which finds it anew in
+# each call. That does for all kernels but those that are replaced themselves.
+HAS_KERNELS = hasattr(torch.library, "get_kernel")
+_OVERRIDES = (
+    {"allow_override": True} if "allow_override" in inspect.signature(torch.library.Library.impl).parameters else {}
+)
+
+
+def kernel_of(operator: torch._ops.OpOverload, key: str) -> Callable[..., Any]:
+    """What a key has for an operator, as a function of the keys of the call and its arguments."""
+    if HAS_KERNELS:
+        return torch.library.get_kernel(operator, key).call_boxed
+    dispatch_key = torch._C._parse_dispatch_key(key)
+
+    def call(keyset: Any, *arguments: Any, **options: Any) -> Any:
+        return operator._op_dk(dispatch_key, *arguments, **options)
+
+    return call
+
+
+def replace(library: torch.library.Library, name: str, function: Callable[..., Any], key: str, **options: Any) -> None:
+    """Put a function in place of the kernel that an operator of aten has for a key."""
+    library.impl(name.removeprefix("aten::"), function, key, **_OVERRIDES, **options)
+
+
 def install(acl: ctypes.CDLL) -> int:
     """Replaces the kernels, once; returns how many. `acl` is libascendcl of the stand-in."""
     global _library
@@ -86,7 +111,7 @@ def install(acl: ctypes.CDLL) -> int:
             if operator is None or not (name in special or name in composed or _computable(name, operator)):
                 continue
             if name in composed:
-                function = kernel(operator, "CPU") if HAS_KERNELS else _copy_of
+                function = kernel_of(operator, "CPU") if HAS_KERNELS else _copy_of
             else:
                 function = special.get(name) or _kernel(operator)
             keyset = name in composed or name == "aten::copy_"
@@ -99,7 +124,7 @@ def install(acl: ctypes.CDLL) -> int:
             if torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
                 replace(_library, name, operator.decompose, "AutogradPrivateUse1")
             elif torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, "CPU"):
-                replace(_library, name, kernel(operator, "AutogradCPU"), "AutogradPrivateUse1", with_keyset=True)
+                replace(_library, name, kernel_of(operator, "AutogradCPU"), "AutogradPrivateUse1", with_keyset=True)
             else:
                 continue
             replaced += 1

@@ -25,14 +25,13 @@ from torch import Tensor
 
 from tests.host_cann import cann_rules
 from tests.host_cann import oracle_faults as faults
-from tests.host_cann import oracle_masks as masks
 from tests.host_cann import oracle_math as math
 from tests.host_cann.cann_calls import AttentionCall, Shaped, UpdateCall, shaped
 from tests.host_cann.cann_rule import Refused, need
 from tests.host_cann.oracle_calls import Call, calls, record, record_update
 from tests.host_cann.oracle_dropout import dropout_bits, dropout_numels
 from tests.host_cann.oracle_faults import FAULTS, set_fault
-from tests.host_cann.oracle_problem import Problem, from_rows, rows_of_sequences, to_rows
+from tests.host_cann.oracle_problem import Problem, check_contents, from_rows, rows_of_sequences, to_rows
 
 TENSORS = ("pse", "atten_mask", "drop_mask", "dy", "softmax_max", "softmax_sum", "attention_in")
 LISTS = {
@@ -132,7 +131,7 @@ def fused_attention(
         out = torch.empty(p.query.shape[0], p.heads, p.value.shape[2], dtype=query.dtype, device="meta")
         largest = total = torch.empty(shape, device="meta")
     else:
-        masks.check_contents(p)
+        check_contents(p)
         need(p.slopes is None or bool(p.slopes.isfinite().all()), "not modelled: slopes that are not finite")
         out, largest, total = math.forward(p)
     record("fused_attention", p, query=query, key=key, value=value)
@@ -173,7 +172,7 @@ def fused_attention_grad(
         grads = [torch.empty_like(x) for x in (p.query, p.key, p.value)]
     else:
         statistics = parts["softmax_max"], parts["softmax_sum"]
-        masks.check_contents(p)
+        check_contents(p)
         check_statistics(*statistics)
         rows = (to_rows(x, p.layout) for x in (dy, parts["attention_in"]))
         grads = math.backward(p, *rows, *(x.reshape(-1) for x in statistics))

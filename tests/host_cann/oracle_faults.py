@@ -24,9 +24,9 @@ EQUAL_LENGTHS = "TND of equal lengths and D 128 a key late"  # as if BSH had ano
 BAND_HANGS = "sparse_mode 4 never ends"
 OTHER_BITS = "deterministic gradients in any order"  # with other bits at every call
 
-#: Of attention, and of variants of the npu backend (tests/npu/test_profile.py).
+#: Of attention, and of variants of the npu backend (tests/doctor/test_kernel_capability.py).
 FAULTS = (COLUMNS, ORDER, KV_START, STATISTICS, TOP_LEFT, HEADS, KEEP_PROB, BITS, MODE_1, UPDATE, UPDATE_OUT)
-HABIT_FAULTS = (STARTS_FIRST, SUM_OF_ONE, GAPS, EQUAL_LENGTHS, BAND_HANGS, OTHER_BITS)
+VARIANT_FAULTS = (STARTS_FIRST, SUM_OF_ONE, GAPS, EQUAL_LENGTHS, BAND_HANGS, OTHER_BITS)
 
 _fault: list[str] = []
 
@@ -37,7 +37,7 @@ def set_fault(name: str | None) -> None:
     Raises:
         ValueError: no such fault.
     """
-    valid = (*FAULTS, *HABIT_FAULTS)
+    valid = (*FAULTS, *VARIANT_FAULTS)
     if name and name not in valid:
         raise ValueError(f"no fault is called {name!r}; valid: {', '.join(valid)}")
     _fault[:] = [name] if name else []

@@ -27,8 +27,7 @@ from torch import Tensor
 
 from tests.host_cann import oracle_faults as faults
 from tests.host_cann.oracle_dropout import kept
-from tests.host_cann.oracle_masks import hides
-from tests.host_cann.oracle_problem import Problem, Rows
+from tests.host_cann.oracle_problem import Problem, Rows, hides
 from tests.limits import HANG
 
 FLT_MAX = torch.finfo(torch.float32).max

@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 
 from mindspeed_cp import context_parallel_latent_attention
 from tests.engine.test_latents import PROBLEMS, RESULTS, kv_up_of, largest_errors
 from tests.npu.ranks import run
+from tests.npu.test_sink import LIMITS
 from tests.npu.test_table import ROUGH, tensors
 
 NAMES = ("packed and ragged", "window", "shorter than the ranks")
@@ -33,10 +33,12 @@ def attend_all(rank: int, size: int, cases: list[Any]) -> list[list[np.ndarray]]
     return results
 
 
-@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
-def test_latents_agree_with_fp64(dtype: torch.dtype, limit: float) -> None:
+def test_latents_agree_with_fp64() -> None:
     cases = [
-        replace(PROBLEMS[name], dtype=dtype).on(3, variant) for name in NAMES for variant in ("ring", "hierarchical")
+        replace(PROBLEMS[name], dtype=dtype).on(3, variant)
+        for dtype in LIMITS
+        for name in NAMES
+        for variant in ("ring", "hierarchical")
     ]
     parts = run(3, attend_all, cases, environment=ROUGH).values()
     for i, case in enumerate(cases):
@@ -44,4 +46,4 @@ def test_latents_agree_with_fp64(dtype: torch.dtype, limit: float) -> None:
         whole = [plan.layout.unshard([tensors_of_rank[j] for tensors_of_rank in ranks]) for j in range(4)]
         results = [*whole[:2], whole[2][:, None], whole[3][:, None], ranks[0][4]]
         errors = largest_errors(case, dict(zip(RESULTS, results, strict=False)))
-        assert max(errors.values()) < limit, (case, errors)
+        assert max(errors.values()) < LIMITS[case.dtype], (case, errors)

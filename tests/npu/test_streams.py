@@ -164,7 +164,7 @@ def test_the_first_failed_task_raises_at_the_next_synchronize_and_not_before(wai
 # fused operators: after what their own stream had to do, and before what another has
 
 
-def attention_of(rows: Tensor) -> Tensor:
+def attend(rows: Tensor) -> Tensor:
     ends = dict(actual_seq_qlen=[12], actual_seq_kvlen=[12])
     return torch_npu.npu_fusion_attention_v2(rows, rows, rows, 2, "TND", **ends)[0]
 
@@ -190,9 +190,9 @@ def test_attention_sees_what_another_stream_writes_after_a_wait_alone(
             rows.copy_(source)
         if waits:
             wait_stream(side)
-        assert torch.equal(attention_of(rows).cpu(), new if waits else old)
+        assert torch.equal(attend(rows).cpu(), new if waits else old)
     side.synchronize()
-    assert torch.equal(attention_of(rows).cpu(), new)
+    assert torch.equal(attend(rows).cpu(), new)
 
 
 def test_contents_are_not_looked_at_before_their_time(old_and_new: tuple[Tensor, Tensor, list[Tensor]]) -> None:
@@ -207,7 +207,7 @@ def test_contents_are_not_looked_at_before_their_time(old_and_new: tuple[Tensor,
     mask.zero_()
     with refused("507015[^$]*must be 1 above the diagonal"):
         torch_npu.npu_fusion_attention_v2(rows, rows, rows, 2, "TND", **call)
-    attention_of(rows)  # calls go on
+    attend(rows)  # calls go on
     torch.npu.synchronize()
 
 
@@ -260,7 +260,7 @@ def test_rows_of_attention_that_are_overwritten_too_early_are_told(
     rows, source, _ = old_and_new
     stream, side = torch.npu.Stream(), torch.npu.Stream()
     with torch.npu.stream(stream), control.operator_held(stream):
-        attention_of(rows)
+        attend(rows)
         with torch.npu.stream(side):
             rows.copy_(source, non_blocking=True)
         side.synchronize()
