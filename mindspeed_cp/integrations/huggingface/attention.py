@@ -180,7 +180,7 @@ def planned_attention(
         key, value: [1, kv_heads, rows, dim]. Where latents travel in the plan, the channels that all heads share, and
             the latents, [1, 1, rows, channels] each.
         attention_mask: what :func:`planned_mask` returned to the model.
-        plan: the model's argument ``plan``, from :func:`shard_batch`.
+        plan: the model's argument ``plan``, from :func:`planned_batch`.
         dropout, scaling, sliding_window, is_causal, others: what the model asks for; compared with the plan.
         s_aux: sinks of the layer's heads, [heads].
 
@@ -195,7 +195,7 @@ def planned_attention(
     if not isinstance(plan, RankPlans):
         kind = "plan is None" if plan is None else f"plan is a {type(plan).__name__}"
         raise ConfigError(
-            f"{label}: {kind}; valid: model(**rows) with the rows of planned_batch or shard_batch; for generation and "
+            f"{label}: {kind}; valid: model(**rows) with the rows of planned_batch; for generation and "
             'other steps without plans model.set_attn_implementation("sdpa") ("eager" for gpt_oss)'
         )
     if layer is None:
@@ -313,5 +313,5 @@ def _check_shapes(
         if tuple(x.shape) != shape:
             raise ConfigError(
                 f"{label}: {name} has shape {list(x.shape)}, [batch, heads, rows, channels]; the plan gives rank "
-                f"{plan.rank} {list(shape)}; valid: the batch of shard_batch, use_cache=False"
+                f"{plan.rank} {list(shape)}; valid: the rows of planned_batch, use_cache=False"
             )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.integrations.huggingface.loss import IGNORED, check_vocabulary, masked_labels, shifted_labels
-from mindspeed_cp.integrations.huggingface.plans import ModelPlans, RankPlans, rank_plans_on_mesh
+from mindspeed_cp.integrations.huggingface.plans import RankPlans, rank_plans_on_mesh
 from mindspeed_cp.layout import Documents
 
 #: Keys that describe documents or padding; they are read and left out.
@@ -48,7 +48,7 @@ def documents_of_batch(batch: Mapping[str, Any]) -> Documents:
         if (starts != 0).any():
             raise ConfigError(
                 f"position_ids begin with {starts[starts != 0][0]} in a row; valid: 0, the first token of a document: "
-                "rows of whole documents, on every rank of the group; shard_batch cuts them"
+                "rows of whole documents, on every rank of the group; planned_batch cuts them"
             )
         lengths = [Documents.from_position_ids(row[keep]).lengths for row, keep in zip(rows, kept, strict=True)]
         described["position_ids"] = Documents(np.concatenate(lengths))
@@ -63,64 +63,54 @@ def documents_of_batch(batch: Mapping[str, Any]) -> Documents:
     return documents
 
 
-def shard_batch(batch: Mapping[str, Any], plans: ModelPlans, rank: int, **of_rank: Any) -> dict[str, Any]:
-    """Return the rows of one context-parallel rank, as keyword arguments of the model.
-
-    Padding is left out. With a causal mask labels are shifted inside documents, before rows are cut: the last token of
-    a document predicts nothing. They come back as ``shift_labels``, which :func:`loss` takes and which a model's own
-    loss takes as well; with a full mask they come back as ``labels``. Tokens whose ``loss_mask`` is 0 are ignored in
-    them. The first call of attention compares the tokens and labels of all ranks by their digest.
-
-    Args:
-        batch: the whole batch, the same on all ranks of the group: input_ids or inputs_embeds, labels, loss_mask (0
-            or 1 for each token, not shifted) and other tensors over tokens, each [rows, tokens, ...]; position_ids of
-            vision-language models may be [3, rows, tokens].
-        plans: result of :func:`build_plans` for the documents of this batch.
-        rank: this rank in the context-parallel group.
-        of_rank: group, backend, timeout, dropout_seed and rows_multiple as for :class:`RankPlans`.
-
-    Returns:
-        Tensors [1, t, ...], ``position_ids`` that restart in every document, ``use_cache=False``, and ``plan``.
-
-    Raises:
-        ConfigError: the batch has other documents than the plans, or they have parents, a key is no tensor over
-            tokens, or the rank is not that of this process in the group.
-    """
-    rank_plans = RankPlans(plans, rank, **of_rank)
-    _checked_shape(batch)
-    if plans.documents.trees is not None:
-        raise ConfigError(
-            f"the plans are for {plans.documents!r}: labels are shifted inside documents, but the first token of a "
-            "document with a parent is predicted by its parent's last token; valid: shard_trajectories, which takes "
-            "Documents.from_trajectories"
-        )
-    kept = _kept(batch)
-    _check_documents(batch, plans, kept)
-    return cut_batch(batch, rank_plans, kept)
-
-
 def planned_batch(
-    batch: Mapping[str, Any], config: Any, mesh: Any, algorithm: str = "hierarchical", **arguments: Any
+    batch: Mapping[str, Any],
+    config: Any,
+    mesh: Any,
+    algorithm: str = "hierarchical",
+    *,
+    documents: Documents | None = None,
+    **arguments: Any,
 ) -> tuple[dict[str, Any], Tensor | None]:
     """Read the documents of a batch, build their plans, and return this rank's rows and labels.
 
+    Padding is left out. With a causal mask labels are shifted inside documents, before rows are cut: the last token of
+    a document predicts nothing; with a full mask they stay where they are. Tokens whose ``loss_mask`` is 0 are ignored
+    in them. The first call of attention compares the tokens and labels of all ranks by their digest.
+
     Args:
-        batch: as for :func:`shard_batch`.
+        batch: the whole batch, the same on all ranks of the mesh: input_ids or inputs_embeds, labels, loss_mask (0 or 1
+            for each token, not shifted) and other tensors over tokens, each [rows, tokens, ...]; position_ids of
+            vision-language models may be [3, rows, tokens].
         config, mesh, algorithm, arguments: as for :func:`rank_plans_on_mesh`.
+        documents: those of the batch, where they have blocks; default: what :func:`documents_of_batch` reads.
 
     Returns:
-        Keyword arguments of the model, and the labels for :func:`loss`; None if the batch has none.
+        Keyword arguments of the model, tensors [1, t, ...]: the batch's, ``position_ids`` that restart in every
+        document, ``use_cache=False`` and ``plan``. And the labels for :func:`loss`, [1, t], which a model's own loss
+        takes as shift_labels (labels with a full mask); None if the batch has none.
 
     Raises:
-        ConfigError: as for :func:`documents_of_batch`, :func:`rank_plans_on_mesh` and :func:`shard_batch`.
+        ConfigError: as for :func:`documents_of_batch` and :func:`rank_plans_on_mesh`; the batch has other documents
+            than those given, or these have parents; or a key is no tensor over tokens.
     """
-    rank_plans = rank_plans_on_mesh(config, documents_of_batch(batch), mesh, algorithm, **arguments)
+    if documents is None:
+        documents = documents_of_batch(batch)
+    elif documents.trees is not None:
+        raise ConfigError(
+            f"documents are {documents!r}: labels are shifted inside documents, but the first token of a document with "
+            "a parent is predicted by its parent's last token; valid: planned_trajectories, which takes "
+            "Documents.from_trajectories"
+        )
+    else:
+        _check_documents(batch, documents)
+    rank_plans = rank_plans_on_mesh(config, documents, mesh, algorithm, **arguments)
     rows = cut_batch(batch, rank_plans, _kept(batch))
     return rows, rows.pop("shift_labels" if rank_plans.plans.mask == "causal" else "labels", None)
 
 
 def cut_batch(batch: Mapping[str, Any], rank_plans: RankPlans, kept: np.ndarray) -> dict[str, Any]:
-    """Return what :func:`shard_batch` returns; the documents of the batch are those of the plans, trees too.
+    """Return this rank's rows of a batch, with their labels; its documents are those of the plans, trees too.
 
     Args:
         batch: the whole batch.
@@ -167,24 +157,17 @@ def cut_batch(batch: Mapping[str, Any], rank_plans: RankPlans, kept: np.ndarray)
     return {**cut, "use_cache": False, "plan": rank_plans}
 
 
-def _check_documents(batch: Mapping[str, Any], plans: ModelPlans, kept: np.ndarray) -> None:
-    """Raise ConfigError if the batch says other documents than the plans, or has another number of tokens."""
-    positions = _positions(batch)
-    has_positions = positions is not None and positions.dim() == 2
-    says = has_positions or any(batch.get(name) is not None for name in CU_SEQLENS)
-    if says or len(kept) > 1 or batch.get("attention_mask") is not None:
-        documents = documents_of_batch(batch)
-        if _without_empty(documents) != _without_empty(plans.documents):
-            raise ConfigError(
-                f"the batch has {documents!r}, but the plans are for {plans.documents!r}; valid: "
-                "build_plans(model.config, documents_of_batch(batch), ...)"
-            )
-    elif int(kept.sum()) != plans.documents.tokens:
-        raise ConfigError(f"the batch has {int(kept.sum())} tokens, but the plans are for {plans.documents!r}")
-
-
-def _without_empty(documents: Documents) -> Documents:
-    return Documents(documents.lengths[documents.lengths > 0])
+def _check_documents(batch: Mapping[str, Any], documents: Documents) -> None:
+    """Raise ConfigError if the batch says other documents, or has another number of tokens."""
+    said, positions = documents_of_batch(batch), _positions(batch)
+    is_said = len(_kept(batch)) > 1 or (positions is not None and positions.dim() == 2)
+    is_said |= any(batch.get(name) is not None for name in ("attention_mask", *CU_SEQLENS))
+    lengths, other = (x.lengths[x.lengths > 0] for x in (said, documents))
+    if said.tokens != documents.tokens or (is_said and not np.array_equal(lengths, other)):
+        raise ConfigError(
+            f"the batch has {said!r}, but documents are {documents!r}; valid: those of the batch, or none, which reads "
+            "them there"
+        )
 
 
 def _positions(batch: Mapping[str, Any]) -> Tensor | None:

@@ -54,7 +54,7 @@ class RepeatedRows(Dataset[dict[str, Any]]):
 
     Args:
         rows: packed rows; each is a list of documents with input_ids, labels and, in all of them, other keys of
-            shard_batch such as loss_mask; each [tokens].
+            planned_batch such as loss_mask; each [tokens].
         ranks: context-parallel ranks.
     """
 
