@@ -118,14 +118,12 @@ class RankPlans:
 
     No dataclass, as torch's wrappers copy dataclasses among a model's arguments.
 
-    Args:
-        rows_multiple: pad this rank's rows to a multiple of this, as sequence parallelism needs.
-
     Attributes:
         plans: plans of all layers.
         rank: this context-parallel rank.
         rows: number of this rank's rows.
-        padded_rows: number of rows with padding behind them.
+        padded_rows: number of rows with padding: a rank without rows has one, as models cannot reshape tensors without
+            elements.
         group: context-parallel ranks; None: all processes.
         backend, timeout: as for :func:`mindspeed_cp.context_parallel_attention`.
         dropout_seed: seed of attention dropout, which a model with dropout needs: another number for every batch, the
@@ -138,15 +136,11 @@ class RankPlans:
         self,
         plans: ModelPlans,
         rank: int,
-        *,
         group: dist.ProcessGroup | None,
         backend: Any,
         timeout: float,
         dropout_seed: int | None,
-        rows_multiple: int,
     ) -> None:
-        if rows_multiple < 1:
-            raise ConfigError(f"rows_multiple is {rows_multiple}; valid: 1 or more")
         dropout = max(attention.dropout for attention in plans.attentions)
         if dropout and dropout_seed is None:
             raise ConfigError(
@@ -158,8 +152,7 @@ class RankPlans:
         self.batch_digest: int | None = None
         self.shifts_labels = False
         self.rows = int(plans.layout.token_counts[rank])
-        # Models cannot reshape tensors without elements, so a rank without rows has one of padding.
-        self.padded_rows = max(1, -(-self.rows // rows_multiple)) * rows_multiple
+        self.padded_rows = max(1, self.rows)
 
     def padded(self, rows: Tensor, value: float = 0, dim: int = 0) -> Tensor:
         """Return rows of this rank with padding of a value behind them."""
@@ -177,7 +170,6 @@ def rank_plans_on_mesh(
     backend: Any = None,
     timeout: float = DEFAULT_TIMEOUT,
     dropout_seed: int | None = None,
-    rows_multiple: int = 1,
     **options: Any,
 ) -> RankPlans:
     """Build the plans of a packed batch for this rank of a device mesh.
@@ -185,7 +177,7 @@ def rank_plans_on_mesh(
     Args:
         config, documents, algorithm, options: as for :func:`build_plans`.
         mesh: device mesh of the context-parallel ranks, such as ``mesh["cp"]``; None: one process alone.
-        backend, timeout, dropout_seed, rows_multiple: as for :class:`RankPlans`.
+        backend, timeout, dropout_seed: as for :class:`RankPlans`.
 
     Raises:
         ConfigError: as for :func:`build_plans`, :class:`RankPlans` and Topology.from_mesh.
@@ -194,7 +186,4 @@ def rank_plans_on_mesh(
     if mesh is not None:
         topology, rank, group = Topology.from_mesh(mesh), mesh.get_local_rank(), mesh.get_group()
     plans = build_plans(config, documents, topology, algorithm, **options)
-    return RankPlans(
-        plans, rank, group=group,
-        backend=backend, timeout=timeout, dropout_seed=dropout_seed, rows_multiple=rows_multiple,
-    )  # fmt: skip
+    return RankPlans(plans, rank, group, backend, timeout, dropout_seed)

@@ -16,6 +16,7 @@ with the rows in RepeatedRows as well, gives the mean over steps, each the mean 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -27,25 +28,17 @@ from mindspeed_cp.integrations.huggingface.batch import planned_batch
 from mindspeed_cp.integrations.huggingface.families import has_dropout
 from mindspeed_cp.layout import PackedTrajectories
 
-#: Settings of TrainingArguments, their only valid value, and why.
-_ARGUMENTS: tuple[tuple[str, Any, str], ...] = (
+#: Settings of TrainingArguments, or of what they hold, with their only valid value and why.
+_SETTINGS: tuple[tuple[str, Any, str], ...] = (
     ("per_device_train_batch_size", 1, "a row of the data set is one packed row"),
+    ("per_device_eval_batch_size", 1, "a row of the data set is one packed row"),  # where the Trainer evaluates
     ("train_sampling_strategy", "sequential", "the ranks of a group take the same row; shuffle the rows yourself"),
     ("dataloader_num_workers", 0, "a plan is bound to the process groups of this process"),
     ("remove_unused_columns", False, "rows are lists of documents"),
     ("average_tokens_across_devices", True, "the loss is divided by the labels of all processes"),
     ("label_smoothing_factor", 0.0, "the Trainer would shift labels itself"),
-)
-
-#: The same for a Trainer that evaluates.
-_EVALUATION: tuple[tuple[str, Any, str], ...] = (
-    ("per_device_eval_batch_size", 1, "a row of the data set is one packed row"),
-)
-
-#: Settings of TrainingArguments.accelerator_config, as above.
-_LOADER: tuple[tuple[str, Any, str], ...] = (
-    ("dispatch_batches", None, "each process cuts its own rows; a plan cannot be sent"),
-    ("split_batches", False, "a row of the data set is one packed row of one process"),
+    ("accelerator_config.dispatch_batches", None, "each process cuts its own rows; a plan cannot be sent"),
+    ("accelerator_config.split_batches", False, "a row of the data set is one packed row of one process"),
 )
 
 
@@ -154,10 +147,11 @@ def planned_callback(collator: PlannedCollator) -> Any:
                     "first step), or another Trainer and model for the evaluation"
                 )
             self.is_training = True
-            _check(args, _ARGUMENTS)
-            _check(getattr(args, "accelerator_config", None), _LOADER)
-            if getattr(args, "eval_strategy", "no") != "no" or getattr(args, "eval_on_start", False):
-                _check(args, _EVALUATION)
+            evaluates = getattr(args, "eval_strategy", "no") != "no" or getattr(args, "eval_on_start", False)
+            for name, valid, why in _SETTINGS:
+                value = reduce(lambda holder, part: getattr(holder, part, valid), name.split("."), args)
+                if value != valid and (value or valid is not None) and (evaluates or "eval" not in name):
+                    raise ConfigError(f"{name} is {value!r}; valid with planned batches: {valid!r} ({why})")
             model = others.get("model")
             if getattr(getattr(model, "config", None), "output_router_logits", False):
                 raise ConfigError(
@@ -169,11 +163,3 @@ def planned_callback(collator: PlannedCollator) -> Any:
             collator.epoch = int(state.epoch or 0)
 
     return PlannedCallback()
-
-
-def _check(settings: Any, rules: tuple[tuple[str, Any, str], ...]) -> None:
-    """Raise ConfigError for a setting that has another value than the valid one; a setting that is missing is valid."""
-    for name, valid, why in rules:
-        value = getattr(settings, name, valid)
-        if value != valid and not (valid is None and not value):
-            raise ConfigError(f"{name} is {value!r}; valid with planned batches: {valid!r} ({why})")

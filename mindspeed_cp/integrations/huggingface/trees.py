@@ -102,7 +102,6 @@ def planned_trajectories(
     algorithm: str = "hierarchical",
     *,
     weights: Sequence[Any] | None = None,
-    device: torch.device | str | None = None,
     **arguments: Any,
 ) -> tuple[dict[str, Any], RankTargets]:
     """Build the plans of trajectories packed as trees, and return this rank's rows and what they predict.
@@ -115,11 +114,10 @@ def planned_trajectories(
         config, mesh, algorithm, arguments: as for :func:`rank_plans_on_mesh`.
         weights: for each trajectory the weight of each of its tokens in the loss, [length] (the first is not used), or
             one number; default: 1.
-        device: where the tensors are made; default: the mesh's.
 
     Returns:
-        Keyword arguments of the model: input_ids [1, t], position_ids on the paths from the roots, ``use_cache=False``
-        and ``plan``; and the targets.
+        Keyword arguments of the model, on the mesh's device: input_ids [1, t], position_ids on the paths from the
+        roots, ``use_cache=False`` and ``plan``; and the targets.
 
     Raises:
         ConfigError: as for :func:`rank_plans_on_mesh`; packed are no packed trajectories, the model has a full mask, or
@@ -134,7 +132,7 @@ def planned_trajectories(
         )
     weights_of_targets = packed.targets.weights(weights)
     rank_plans = rank_plans_on_mesh(config, packed.documents, mesh, algorithm, **arguments)
-    device = getattr(mesh, "device_type", "cpu") if device is None else device
+    device = "cpu" if mesh is None else mesh.device_type
     tokens = torch.from_numpy(packed.tokens)[None].to(device)
     check_vocabulary("packed", tokens, rank_plans.plans.vocabulary)
     rows = cut_batch({"input_ids": tokens}, rank_plans, np.ones(tokens.shape, bool))
@@ -143,9 +141,7 @@ def planned_trajectories(
     return rows, _rank_targets(packed.targets, weights_of_targets, rank_plans, device)
 
 
-def _rank_targets(
-    targets: TreeTargets, weights: np.ndarray, rank_plans: RankPlans, device: torch.device | str
-) -> RankTargets:
+def _rank_targets(targets: TreeTargets, weights: np.ndarray, rank_plans: RankPlans, device: str) -> RankTargets:
     """Return what the rows of a rank predict; `weights` are those of all targets, fp64."""
     numbers, rows = targets.of_rows(rank_plans.plans.layout.tokens(rank_plans.rank))
     local = np.full(len(targets), -1)

@@ -147,15 +147,12 @@ def test_padding_has_no_part_in_the_digest() -> None:
     assert other not in digests
 
 
-def test_rows_are_padded_to_a_multiple_and_never_none() -> None:
+def test_a_rank_without_rows_has_one_of_padding() -> None:
     token = torch.ones(1, 1, dtype=torch.int64)
     for rank in range(3):
-        rows = rows_of({"input_ids": token, "labels": token}, rank=rank, rows_multiple=4)
+        rows = rows_of({"input_ids": token, "labels": token}, rank=rank)
         assert sorted(rows["plan"].plans.layout.token_counts.tolist()) == [0, 0, 1]
-        assert rows["input_ids"].shape == (1, 4) and rows["labels"].tolist() == [[-100] * 4]
-        assert rows_of({"input_ids": token}, rank=rank)["input_ids"].shape == (1, 1)
-    with pytest.raises(ConfigError, match="rows_multiple is 0"):
-        rows_of({"input_ids": token}, rows_multiple=0)
+        assert rows["input_ids"].shape == (1, 1) and rows["labels"].tolist() == [[-100]]
 
 
 TOKENS = torch.zeros(1, 9, dtype=torch.int64)

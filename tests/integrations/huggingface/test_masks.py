@@ -293,7 +293,7 @@ def test_masks_of_all_families_are_accepted_on_any_rank(name: str, monkeypatch: 
                 where = model.config, mesh_of(ranks, rank), "direct"
                 if documents.trees is None:
                     batch = {"input_ids": torch.ones(1, documents.tokens, dtype=torch.int64)}
-                    rows, _ = cp.planned_batch(batch, *where, documents=documents, rows_multiple=4, **options)
+                    rows, _ = cp.planned_batch(batch, *where, documents=documents, **options)
                 else:
                     packed = Documents.from_trajectories([list(range(3, 12)) + [20 + i] * 8 for i in range(2)])
                     assert packed.documents == documents

@@ -76,10 +76,6 @@ def test_losses_of_trajectories_with_advantages(pool, name: str, algorithm: str,
     assert abs(steps[0].loss - reference_step(name, "cross entropy").loss) > 0.1
 
 
-def test_padding_rows_predict_nothing(pool) -> None:
-    check(pool.run(2, tree_step, "qwen2", "cross entropy", "ring", (), 64), reference_step("qwen2", "cross entropy"))
-
-
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_replicas_with_trees_of_their_own(pool, kind: str) -> None:
     check(pool.run(4, wrapped_step, "llama", kind), reference_step("llama", "cross entropy", (0, 1)))
@@ -87,8 +83,8 @@ def test_replicas_with_trees_of_their_own(pool, kind: str) -> None:
 
 def test_dropout_is_that_of_one_rank_and_of_one_tree(pool) -> None:
     changes = {"attention_dropout": 0.3}
-    alone, *_ = pool.run(1, tree_step, "llama", "cross entropy", "ring", (), 1, changes)
-    check(pool.run(3, tree_step, "llama", "cross entropy", "direct", (), 1, changes), alone)
+    alone, *_ = pool.run(1, tree_step, "llama", "cross entropy", "ring", (), changes)
+    check(pool.run(3, tree_step, "llama", "cross entropy", "direct", (), changes), alone)
     assert alone.largest_error(reference_step("llama", "cross entropy")) > 1e-3
 
 

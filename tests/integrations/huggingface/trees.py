@@ -109,7 +109,6 @@ def tree_step(
     kind: str,
     algorithm: str,
     olds: tuple[np.ndarray, ...] = (),
-    multiple: int = 1,
     changes: dict[str, Any] | None = None,
 ) -> Step:
     """One rank's step; gradients are averaged over the group, as DDP does."""
@@ -119,7 +118,7 @@ def tree_step(
     weights = token_weights([len(tokens) for tokens in batch])
     rows, targets = cp.planned_trajectories(
         packed, model.config, mesh_of(ranks, rank, group), algorithm,
-        weights=weights, dropout_seed=11, rows_multiple=multiple,
+        weights=weights, dropout_seed=11,
     )  # fmt: skip
     share = loss_of_rank(kind, model(**rows).logits, targets, olds, weights, group)
     share.backward()
