@@ -10,7 +10,6 @@ from mindspeed_cp.report.text import Table, format_bytes
 
 #: A device or link below these shares of the median of its kind is named.
 SLOW_DEVICE, SLOW_LINK = 0.85, 0.7
-HELD_UP = 0.7  # a link whose directions get less than this share of what they get alone
 
 BAD, WARNING, GOOD = "FAILED", "note", "ok"
 Finding = tuple[str, str]
@@ -128,11 +127,6 @@ def _links(report: dict[str, Any]) -> Iterator[Finding]:
             yield WARNING, f"links {name}: {len(slow) - 8} more directions are slow"
         if not slow:
             yield GOOD, f"links {name}: {rate_text(middle)} in the median, none below {SLOW_LINK:.0%} of that"
-        held = [row["pair"] for row in rows if row["both"] < HELD_UP * min(row["there"], row["back"])]
-        if held:
-            pairs = ", ".join(f"{a} - {b}" for a, b in held[:6])
-            text = f"{len(held)} of {len(rows)} links {name} are slower when both directions are in use: {pairs}"
-            yield WARNING, text
 
 
 def rate_text(rate: float) -> str:

@@ -31,15 +31,13 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from mindspeed_cp.algorithms import ALGORITHMS, build_plan
-from mindspeed_cp.comm.local_ranks import NO_ANSWER
 from mindspeed_cp.data.lengths import sample_batch
-from mindspeed_cp.device.open_files import check_open_files, raise_limit
 from mindspeed_cp.device.versions import version_report
 from mindspeed_cp.doctor import LONG_CASES, SHORT_CASES, check_operator
 from mindspeed_cp.doctor.findings import findings, is_ok, rank_tables
 from mindspeed_cp.doctor.kernel_capability import write_json
 from mindspeed_cp.doctor.kernel_timing import KernelSizes, measure_kernels
-from mindspeed_cp.doctor.links import Launch, LinkTimer, error_text, first_error, join_process_group
+from mindspeed_cp.doctor.links import NO_ANSWER, Launch, LinkTimer, error_text, first_error, join_process_group
 from mindspeed_cp.doctor.machine import device_memory, device_name, machine_status, npu_versions, rank_device, versions
 from mindspeed_cp.doctor.operator import (
     DTYPES,
@@ -57,7 +55,6 @@ from mindspeed_cp.plan import AttentionConfig, Plan, Topology
 from mindspeed_cp.report.text import print_tables
 
 FORMAT = 1
-MAX_TOKENS_PER_RANK, LEAST_TOKENS_PER_RANK = 1 << 16, 64
 JOIN_SECONDS = 300.0  # until all ranks have reached the store
 STAGE_SECONDS = 600.0  # of a stage without messages on one rank
 TIMED_RUNS = 3  # of an algorithm
@@ -141,16 +138,13 @@ class StoreAgreement:
         return json.loads(self.store.get(key))
 
 
-def check_ranks(
-    launch: Launch, report: Path, kind: str, *, tokens: int | None, link_seconds: float | None, as_json: bool
-) -> int:
+def check_ranks(launch: Launch, report: Path, kind: str, *, link_seconds: float | None, as_json: bool) -> int:
     """Take part in the check as one of the ranks that torchrun started.
 
     Args:
         launch: this rank.
         report: file that rank 0 writes.
         kind: a key of DEFAULTS.
-        tokens: tokens of the batch divided by ranks; None: the device's.
         link_seconds: seconds until a silent link counts as hung; None: the device's.
         as_json: True to print the report as JSON.
 
@@ -158,7 +152,7 @@ def check_ranks(
         The exit code, on every rank: 0 if nothing failed and every result was right, else 1.
 
     Raises:
-        ConfigError: an argument is not valid, or the report cannot be written.
+        ConfigError: the device is not measured over ranks, or the report cannot be written.
         PeerError: the store of the ranks is gone.
     """
     if kind not in DEFAULTS:
@@ -166,10 +160,6 @@ def check_ranks(
             f"--device {kind}: is not measured over all ranks; valid under torchrun: auto, {', '.join(DEFAULTS)}; in "
             "one process the doctor checks it"
         )
-    if tokens is not None and not LEAST_TOKENS_PER_RANK <= tokens <= MAX_TOKENS_PER_RANK:
-        raise ConfigError(f"--tokens-per-rank {tokens}: valid: {LEAST_TOKENS_PER_RANK} to {MAX_TOKENS_PER_RANK:,}")
-    raise_limit()
-    check_open_files(launch.ranks)
     try:
         store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=JOIN_SECONDS)))
     except (RuntimeError, ValueError) as error:
@@ -179,10 +169,7 @@ def check_ranks(
             "rank 0 has started and that no firewall is between"
         ) from None
     agreement = StoreAgreement(dist.PrefixStore("doctor", store), launch.rank, launch.ranks)
-    sizes = DEFAULTS[kind]
-    sizes = replace(
-        sizes, tokens_per_rank=tokens or sizes.tokens_per_rank, link_seconds=link_seconds or sizes.link_seconds
-    )
+    sizes = replace(DEFAULTS[kind], **({} if link_seconds is None else {"link_seconds": link_seconds}))
     check = RanksCheck(launch, agreement, report, kind, sizes)
     try:
         check.run(sys.stderr if as_json else sys.stdout)
