@@ -74,12 +74,12 @@ def doctor(
     if link_seconds is not None:
         raise ConfigError(f"--link-seconds {link_seconds}: only under torchrun; leave it out")
     from mindspeed_cp.doctor import run_checks, write_report
-    from mindspeed_cp.doctor.kernel_capability import check_profile_path, write_json
+    from mindspeed_cp.doctor.kernel_capability import write_json
 
     if npu_profile is not None and device not in ("auto", "npu"):
         raise ConfigError(f"--npu-profile {npu_profile}: --device {device} has none; use --device npu, or leave it out")
     if npu_profile is not None:
-        check_profile_path(npu_profile)
+        check_output_path("--npu-profile", npu_profile, (".json",))
     result = run_checks(device, row_seconds=row_seconds)
     write_report(result, as_json=as_json)
     if report is not None:
