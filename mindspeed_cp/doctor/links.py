@@ -159,7 +159,7 @@ class LinkTimer:
             raise PeerError(f"{SILENT} ({' '.join(str(error).split())[:160]})") from error
         return float(number.item())
 
-    def seconds(self, run: Callable[[], None] | None, repeats: int = 1) -> float:
+    def seconds(self, run: Callable[[], object] | None, repeats: int = 1) -> float:
         """Return the seconds of so many runs on this rank, from a barrier until the device is done; None: only wait."""
         synchronize(self.device)
         self.maximum(0.0)
