@@ -12,8 +12,8 @@ import torch
 
 from mindspeed_cp.cli.main import run
 from mindspeed_cp.doctor import run_checks
+from mindspeed_cp.doctor.findings import report_tables
 from mindspeed_cp.doctor.operator import DTYPES, LONG_CASES, SHORT_CASES, applies, reference_inputs
-from mindspeed_cp.doctor.tables import report_tables
 from mindspeed_cp.ops.attention.cuda.backend import CudaAttention
 from mindspeed_cp.ops.attention.cuda.flash_operator import check_device, flash_attention_3
 from mindspeed_cp.report.text import Table, print_tables
