@@ -263,19 +263,22 @@ def _check_settings(
 ) -> None:
     """Raise ConfigError if a setting of the call differs from the plan's."""
     window = None if sliding_window is None else window_of_side(sliding_window, wanted.mask)
-    if window != wanted.window:
-        raise _differs(label, "sliding_window", sliding_window, f"window {wanted.window}")
     scale = wanted.head_dim**-0.5 if scaling is None else float(scaling)
-    if not math.isclose(scale, wanted.softmax_scale, rel_tol=1e-6):
-        raise _differs(label, "scaling", scale, f"scale {wanted.softmax_scale}")
     rate = wanted.dropout if module.training else 0.0
-    if not math.isclose(dropout, rate, abs_tol=1e-9):
-        raise _differs(label, "dropout", dropout, f"dropout {rate}")
     causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
     if getattr(getattr(module, "config", None), "is_causal", True) is False:
         causal = False
-    if causal is not None and bool(causal) != (wanted.mask == "causal"):
-        raise _differs(label, "is_causal", causal, f"mask {wanted.mask!r}")
+    for name, value, planned, is_planned in (
+        ("sliding_window", sliding_window, f"window {wanted.window}", window == wanted.window),
+        ("scaling", scale, f"scale {wanted.softmax_scale}", math.isclose(scale, wanted.softmax_scale, rel_tol=1e-6)),
+        ("dropout", dropout, f"dropout {rate}", math.isclose(dropout, rate, abs_tol=1e-9)),
+        ("is_causal", causal, f"mask {wanted.mask!r}", causal is None or bool(causal) == (wanted.mask == "causal")),
+    ):
+        if not is_planned:
+            raise ConfigError(
+                f"{label}: {name} is {value!r}, but the plan has {planned}; valid: plans built for this model's "
+                "configuration as it is now, build_plans(model.config, ...)"
+            )
 
 
 def _check_configuration(label: str, module: Any, layer: int, wanted: AttentionConfig) -> None:
@@ -291,13 +294,6 @@ def _check_configuration(label: str, module: Any, layer: int, wanted: AttentionC
             f"window {wanted.window}, mask {wanted.mask!r}; valid: a configuration that stays as it was when the model "
             "was built, or another model and other plans from the changed one"
         )
-
-
-def _differs(label: str, name: str, value: object, planned: str) -> ConfigError:
-    return ConfigError(
-        f"{label}: {name} is {value!r}, but the plan has {planned}; valid: plans built for this model's configuration "
-        "as it is now, build_plans(model.config, ...)"
-    )
 
 
 def _check_shapes(

@@ -21,12 +21,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.integrations.huggingface.batch import planned_batch
 from mindspeed_cp.integrations.huggingface.families import has_dropout
-from mindspeed_cp.layout import PackedTrajectories
 
 #: Settings of TrainingArguments, or of what they hold, with their only valid value and why.
 _SETTINGS: tuple[tuple[str, Any, str], ...] = (
@@ -84,22 +83,18 @@ class PlannedCollator:
         """Return the keyword arguments of the model for one row.
 
         Raises:
-            ConfigError: there are several rows, this is a worker process, or the row has no tokens or documents with
-                other keys.
+            ConfigError: there are several rows, or the row has no tokens or documents with other keys.
         """
         if len(rows) != 1 or "documents" not in rows[0]:
             raise ConfigError(
                 f"the collator got {len(rows)} rows; valid: 1 row of RepeatedRows, with per_device_train_batch_size=1 "
                 "and per_device_eval_batch_size=1"
             )
-        if get_worker_info() is not None:
-            raise ConfigError("dataloader_num_workers is above 0; valid: 0, as a plan is bound to process groups")
         documents = rows[0]["documents"]
-        if isinstance(documents, PackedTrajectories):
+        if not isinstance(documents, Sequence):
             raise ConfigError(
-                "a row is trajectories packed as trees, whose tokens the model's own loss, that of the Trainer, cannot "
-                "count; valid under the Trainer: lists of documents; for trees a loop of your own with "
-                "planned_trajectories and tree_loss"
+                f"row {rows[0]['number']} is a {type(documents).__name__}; valid under the Trainer, whose loss is the "
+                "model's own: lists of documents; for trees a loop of your own with planned_trajectories and tree_loss"
             )
         names = dict.fromkeys(("input_ids", "labels", *(name for document in documents for name in document)))
         for index, document in enumerate(documents):

@@ -187,7 +187,7 @@ def test_labels_that_are_shifted_inside_documents_are_refused() -> None:
 def test_the_trainer_takes_no_trees() -> None:
     packed = Documents.from_trajectories(trajectories())
     collator = cp.PlannedCollator(make_config("llama"), None)
-    with pytest.raises(ConfigError, match=r"valid under the Trainer: lists of documents; for trees .*tree_loss"):
+    with pytest.raises(ConfigError, match=r"valid under the Trainer, .*: lists of documents; for trees .*tree_loss"):
         collator([cp.RepeatedRows([packed], 1)[0]])  # type: ignore[list-item]
 
 
