@@ -135,7 +135,7 @@ def planned_trajectories(
     device = "cpu" if mesh is None else mesh.device_type
     tokens = torch.from_numpy(packed.tokens)[None].to(device)
     check_vocabulary("packed", tokens, rank_plans.plans.vocabulary)
-    rows = cut_batch({"input_ids": tokens}, rank_plans, np.ones(tokens.shape, bool))
+    rows = cut_batch({"input_ids": tokens}, rank_plans)
     for integers in (np.concatenate(packed.tree_tokens), weights_of_targets.view(np.int64)):
         rank_plans.batch_digest = extended_digest(rank_plans.batch_digest or 0, torch.from_numpy(integers))
     return rows, _rank_targets(packed.targets, weights_of_targets, rank_plans, device)
