@@ -135,25 +135,15 @@ LONG_CASES = (
     OperatorCase("a ring of 3, ALiBi", [2205, 97], AttentionConfig(2, 1, 32, alibi=True), plan=("ring", 3)),
     OperatorCase("a ring of 3, window", [1500, 97], AttentionConfig(2, 1, 32, window=(400, 0)), plan=("ring", 3)),
     OperatorCase("all_gather, 3 ranks", [1801, 97], AttentionConfig(2, 1, 32), plan=("all_gather", 3)),
-    OperatorCase(
-        "a ring of 3, ALiBi, full mask", [901, 97], AttentionConfig(2, 1, 32, mask="full", alibi=True), plan=("ring", 3)
-    ),
-    OperatorCase(
-        "a ring of 3, npu_lowering: masks",
-        [901, 97],
-        AttentionConfig(2, 1, 32),
-        plan=("ring", 3),
-        npu={"lowering": "masks"},
-    ),
-    OperatorCase(
-        "a ring of 3, npu_merge: ring_update",
-        [901, 97],
-        AttentionConfig(2, 1, 64),
-        plan=("ring", 3),
-        npu={"merge": "ring_update"},
-    ),
+    OperatorCase("a ring of 3, ALiBi, full mask", [901, 97], AttentionConfig(2, 1, 32, mask="full", alibi=True),
+                 plan=("ring", 3)),
+    OperatorCase("a ring of 3, npu_lowering: masks", [901, 97], AttentionConfig(2, 1, 32), plan=("ring", 3),
+                 npu={"lowering": "masks"}),
+    OperatorCase("a ring of 3, npu_merge: ring_update", [901, 97], AttentionConfig(2, 1, 64), plan=("ring", 3),
+                 npu={"merge": "ring_update"}),
     OperatorCase("direct, 4 ranks, full mask", [1201, 97], AttentionConfig(2, 1, 32, mask="full"), plan=("direct", 4)),
-)
+)  # fmt: skip
+
 #: Maximum distance from 1 of the mean output under dropout, for values of 1: several standard deviations.
 MAX_MEAN_DEVIATION = 0.07
 
