@@ -15,13 +15,20 @@ from tests.limits import HANG
 from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SMALL = ("--tokens-per-rank", "96")
+#: The command with a small timed batch.
+PROGRAM = """
+from dataclasses import replace
+from tests.npu.command import main
+from mindspeed_cp.doctor import ranks
+ranks.DEFAULTS["npu"] = replace(ranks.DEFAULTS["npu"], tokens_per_rank=96)
+main()
+"""
 
 
 @pytest.mark.thorough  # over a minute: the timed matrix products on one core
 def test_two_npus_write_a_report(tmp_path: Path) -> None:
     port, processes = str(free_port()), []
-    command = [sys.executable, "-m", "tests.npu.command", "doctor", "--device", "npu", *SMALL]
+    command = [sys.executable, "-c", PROGRAM, "doctor", "--device", "npu"]
     for rank in range(2):
         settings = {
             "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2",
