@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoConfig, AutoModelForCausalLM
 from tree_rl_data import VOCABULARY, Trajectory, answers, branches
 
-from mindspeed_cp import Documents, Topology
+from mindspeed_cp import Documents
 from mindspeed_cp.integrations import huggingface as cp
 from mindspeed_cp.plan.problem import document_pairs
 
@@ -111,10 +111,9 @@ class Flat:
         gains = np.repeat([trajectory.advantage for trajectory in batch], self.documents.lengths)
         whole = {"input_ids": tokens, "labels": tokens}
         whole |= {"weights": torch.tensor(weights[None]).float(), "advantages": torch.tensor(gains[None]).float()}
-        plans = cp.build_plans(config, self.documents, Topology.from_mesh(mesh), algorithm)
         whole = {name: value.to(mesh.device_type) for name, value in whole.items()}
-        self.rows = cp.shard_batch(whole, plans, mesh.get_local_rank(), group=mesh.get_group())
-        self.labels = self.rows.pop("shift_labels").clamp(min=0)  # rows that predict nothing have the weight 0
+        self.rows, labels = cp.planned_batch(whole, config, mesh, algorithm, documents=self.documents)
+        self.labels = labels.clamp(min=0)  # rows that predict nothing have the weight 0
         self.token_weights, self.advantages = self.rows.pop("weights"), self.rows.pop("advantages")
         self.divisor = self.token_weights.sum()
         dist.all_reduce(self.divisor)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -41,10 +40,6 @@ def doctor(
         float | None,
         typer.Option(help="Under torchrun: seconds until a silent link counts as hung. Default: 20 between CPUs, 150."),
     ] = None,
-    tokens_per_rank: Annotated[
-        int | None,
-        typer.Option(help="Under torchrun: tokens of the timed batch / ranks. Default: 1024 on a CPU, 8192."),
-    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Check this machine: versions, devices, and the attention operator against the fp64 reference.
@@ -65,23 +60,26 @@ def doctor(
         return _print_versions_alone(as_json)
     from mindspeed_cp.doctor.links import is_launched, read_launch
 
-    machine_options = {"--npu-profile": npu_profile, "--row-seconds": row_seconds}
-    rank_options = {"--tokens-per-rank": tokens_per_rank, "--link-seconds": link_seconds}
     if is_launched():
         from mindspeed_cp.device.select import resolve_device_type
         from mindspeed_cp.doctor.ranks import check_ranks
 
-        _refuse(machine_options, "not under torchrun; run the doctor in one process on each machine")
+        for option, value in (("--npu-profile", npu_profile), ("--row-seconds", row_seconds)):
+            if value is not None:
+                raise ConfigError(
+                    f"{option} {value}: not under torchrun; run the doctor in one process on each machine"
+                )
         launch, kind, path = read_launch("doctor"), resolve_device_type(device), report or Path("doctor-report.json")
-        return check_ranks(launch, path, kind, tokens=tokens_per_rank, link_seconds=link_seconds, as_json=as_json)
-    _refuse(rank_options, "only under torchrun; leave it out")
+        return check_ranks(launch, path, kind, link_seconds=link_seconds, as_json=as_json)
+    if link_seconds is not None:
+        raise ConfigError(f"--link-seconds {link_seconds}: only under torchrun; leave it out")
     from mindspeed_cp.doctor import run_checks, write_report
-    from mindspeed_cp.doctor.kernel_capability import check_profile_path, write_json
+    from mindspeed_cp.doctor.kernel_capability import write_json
 
     if npu_profile is not None and device not in ("auto", "npu"):
         raise ConfigError(f"--npu-profile {npu_profile}: --device {device} has none; use --device npu, or leave it out")
     if npu_profile is not None:
-        check_profile_path(npu_profile)
+        check_output_path("--npu-profile", npu_profile, (".json",))
     result = run_checks(device, row_seconds=row_seconds)
     write_report(result, as_json=as_json)
     if report is not None:
@@ -91,13 +89,6 @@ def doctor(
             raise ConfigError(f"--npu-profile {npu_profile}: no NPU was checked, so it was not written")
         write_json("--npu-profile", npu_profile, result["npu_profile"])
     return 0 if result["ok"] else 1
-
-
-def _refuse(options: Mapping[str, object], why: str) -> None:
-    """Raise ConfigError for the first option that is given."""
-    for option, value in options.items():
-        if value is not None:
-            raise ConfigError(f"{option} {value}: {why}")
 
 
 def _print_versions_alone(as_json: bool) -> int:

@@ -109,7 +109,7 @@ def _links(draft: ClusterDraft, fits: MeasuredFits, base: Cluster | None) -> Non
         return  # the base's links and communication_efficiency
     if fits.in_node is None and base is None:
         raise ConfigError(
-            "links in a node: not measured; start at least 2 ranks (--nproc 2, or torchrun), or give a --base"
+            "links in a node: not measured; start at least 2 ranks of a node with torchrun, or give a --base"
         )
     draft.put("measured bandwidths are what transfers reach", communication_efficiency=1.0)
     if fits.in_node is not None:

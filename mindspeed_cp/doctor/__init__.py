@@ -22,6 +22,7 @@ import torch.distributed as dist
 from mindspeed_cp.device.npu_profile import NpuProfile
 from mindspeed_cp.device.select import load_npu, npu_identity
 from mindspeed_cp.device.versions import version_report
+from mindspeed_cp.doctor.findings import report_lines, report_tables
 from mindspeed_cp.doctor.guarded import ROW_SECONDS, Failure, GuardedCall, run_guarded
 from mindspeed_cp.doctor.kernel_capability import (
     CAPABILITY_CASES,
@@ -48,7 +49,6 @@ from mindspeed_cp.doctor.operator import (
     check,
     failed_check,
 )
-from mindspeed_cp.doctor.tables import report_tables
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.report.text import print_tables
 
@@ -171,35 +171,3 @@ def write_report(report: dict[str, Any], *, as_json: bool) -> None:
     print_tables(report_tables(report))
     for line in report_lines(report):
         print(line)
-
-
-def report_lines(report: dict[str, Any]) -> list[str]:
-    """Return what a report comes to: what failed, or that all is well."""
-    lines = []
-    for row in report["requirements"]:
-        if not row["ok"]:
-            lines.append(f"FAILED: {row['error']}; nothing was run on the NPUs")
-        elif "note" in row:
-            lines.append(f"note: {row['note']}")
-    for row in report["version_status"]:
-        if row["status"] == "refused":
-            lines.append(f"FAILED: {row['package']} is {row['version']}: {row['reason']}")
-    failed = sum(not row["ok"] for row in report["checks"])
-    total = len(report["checks"])
-    profile = report["npu_profile"] or {"rows": []}
-    if report["ok"]:
-        rows = f"; so do all {len(profile['rows'])} rows of the npu backend's variants" if profile["rows"] else ""
-        lines.append(f"ok: all {total} checks of the attention operator agree with the fp64 reference{rows}")
-    elif failed:
-        lines.append(f"FAILED: {failed} of {total} checks of the attention operator differ from the fp64 reference")
-    elif not total and all(row["ok"] for row in report["requirements"]):
-        lines.append("FAILED: no backend of the attention operator runs here")
-    names = list(dict.fromkeys(row["name"] for row in profile["rows"] if not row["ok"]))
-    if names:
-        text = ", ".join(names[:6]) + f" and {len(names) - 6} more" * (len(names) > 6)
-        remedy = "train with the npu_profile of this device, which takes what passed (--npu-profile)"
-        lines.append(f"FAILED: {text}; {remedy}")
-    npus = report["devices"]["npu"]["count"]
-    if npus > 1:
-        lines.append(f"note: links are measured by torchrun --nproc-per-node {npus} -m mindspeed_cp doctor")
-    return lines

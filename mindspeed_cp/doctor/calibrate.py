@@ -6,7 +6,7 @@ The fits are in `mindspeed_cp/cluster`.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -20,15 +20,15 @@ from mindspeed_cp.cluster.calibration import (
     write_preset,
 )
 from mindspeed_cp.cluster.cluster import Cluster, load_cluster
-from mindspeed_cp.device.select import load_cuda, load_npu, resolve_device_type
+from mindspeed_cp.device.select import resolve_device_type
 from mindspeed_cp.doctor.kernel_timing import KernelSizes, measure_kernel_times, measure_kernels
 from mindspeed_cp.doctor.links import (
     TIMEOUT,
+    Launch,
     LinkTimer,
     is_launched,
     join_process_group,
     measure_links,
-    measure_local_links,
     read_launch,
 )
 from mindspeed_cp.doctor.machine import device_memory, device_name, rank_device
@@ -45,115 +45,85 @@ HIDDEN_SIZE = {"cpu": 1024, "npu": 4096, "cuda": 4096}
 BAD_FIT_ERROR = 0.15
 
 
-@dataclass(frozen=True)
-class CalibrationRequest:
-    """The options of the command, by their names (`mindspeed_cp/cli/calibrate.py`); None: not given."""
-
-    out: Path
-    overwrite: bool
-    device: str
-    nproc: int | None
-    base: str | None
-    name: str | None
-    peak_flops: float | None
-    heads: int
-    kv_heads: int | None
-    head_dim: int
-    longest: int | None
-    dtype: str
-    seconds: float
-
-    def check(self) -> Cluster | None:
-        """Check the arguments and return the base, or None.
-
-        Raises:
-            ConfigError: an argument is not valid, or the base or the output file cannot be used.
-        """
-        if self.device not in ("auto", *MAX_TILE_ROWS):
-            raise ConfigError(f"--device {self.device}: cannot be calibrated; valid: auto, {', '.join(MAX_TILE_ROWS)}")
-        if self.dtype not in DTYPES:
-            raise ConfigError(f"--dtype {self.dtype}: valid: bf16, fp16, fp32")
-        check_output_path("calibrate", self.out, (".yaml", ".yml"))
-        if self.out.exists() and not self.overwrite:
-            raise ConfigError(f"{self.out}: is there already; give another name, or --overwrite")
-        if self.heads % (self.kv_heads or self.heads):
-            raise ConfigError(f"--kv-heads {self.kv_heads}: must divide --heads {self.heads}")
-        if not 0 < self.seconds <= 3600:
-            raise ConfigError(f"--seconds {self.seconds:g}: must be above 0, at most 3600")
-        if self.peak_flops is not None and not 0 < self.peak_flops <= 1e21:
-            raise ConfigError(f"--peak-flops {self.peak_flops:g}: must be FLOP/s above 0, such as 353.9e12")
-        return None if self.base is None else load_cluster(self.base)
-
-
-def run_calibration(request: CalibrationRequest, *, as_json: bool) -> None:
+def run_calibration(
+    out: Path,
+    device: str,
+    base: str | None,
+    peak_flops: float | None,
+    heads: int,
+    kv_heads: int | None,
+    head_dim: int,
+    longest: int | None,
+    dtype: str,
+    seconds: float,
+    *,
+    as_json: bool,
+) -> None:
     """Measure, fit, write the preset and print it.
 
+    Args:
+        out, device, base, peak_flops, heads, kv_heads, head_dim, longest, dtype, seconds, as_json: the options of the
+            command (`mindspeed_cp/cli/calibrate.py`); None: not given.
+
     Raises:
-        ConfigError: an argument is not valid, or a value can neither be measured here nor read from a base.
+        ConfigError: an option is not valid, or a value can neither be measured here nor read from a base.
         PeerError: a rank failed while measuring links.
     """
-    base = request.check()
-    kind = resolve_device_type(request.device)
-    links, ranks, rank = _measure_links(request, kind, base)
-    if rank:
+    if device not in ("auto", *MAX_TILE_ROWS):
+        raise ConfigError(f"--device {device}: cannot be calibrated; valid: auto, {', '.join(MAX_TILE_ROWS)}")
+    if dtype not in DTYPES:
+        raise ConfigError(f"--dtype {dtype}: valid: bf16, fp16, fp32")
+    check_output_path("calibrate", out, (".yaml", ".yml"))
+    if heads % (kv_heads or heads):
+        raise ConfigError(f"--kv-heads {kv_heads}: must divide --heads {heads}")
+    if peak_flops is not None and not 0 < peak_flops <= 1e21:
+        raise ConfigError(f"--peak-flops {peak_flops:g}: must be FLOP/s above 0, such as 353.9e12")
+    base_cluster = None if base is None else load_cluster(base)
+    kind, links, launch = resolve_device_type(device), [], Launch(0, 1, 0, 1)
+    if is_launched():
+        links, launch = _measure_links(kind)
+    elif base_cluster is None:
+        raise ConfigError(
+            "calibrate: links are measured among ranks; start torchrun --nproc-per-node 2 -m mindspeed_cp calibrate "
+            f"{out}, with as many ranks as a node has, or give a --base that has them"
+        )
+    if launch.rank:
         return
-    device = rank_device(kind, 0)
-    attention = AttentionConfig(request.heads, request.kv_heads or request.heads, request.head_dim)
-    longest, hidden_size = request.longest or MAX_TILE_ROWS[kind], HIDDEN_SIZE[kind]
+    ranks = launch.ranks_per_node if links else None
+    torch_device = rank_device(kind, 0)
+    attention = AttentionConfig(heads, kv_heads or heads, head_dim)
     with torch.no_grad():
-        sizes = KernelSizes(attention, longest, hidden_size, DTYPES[request.dtype], request.seconds)
-        measurements = [*links, *measure_kernels(device, sizes)]
-        kernel_times = measure_kernel_times(device, sizes) if kind == "cuda" else ()
-    fits = MeasuredFits.from_measurements(measurements, ranks or (1 if base is None else base.ranks_per_node))
+        sizes = KernelSizes(attention, longest or MAX_TILE_ROWS[kind], HIDDEN_SIZE[kind], DTYPES[dtype], seconds)
+        measurements = [*links, *measure_kernels(torch_device, sizes)]
+        kernel_times = measure_kernel_times(torch_device, sizes) if kind == "cuda" else ()
+    default_ranks = 1 if base_cluster is None else base_cluster.ranks_per_node
+    fits = MeasuredFits.from_measurements(measurements, ranks or default_ranks)
     cluster, sources = assemble_cluster(
-        request.name or request.out.stem,
+        out.stem,
         fits,
         ranks_per_node=ranks,
-        memory=device_memory(device) / ((ranks or 1) if kind == "cpu" else 1),  # ranks of a CPU share it
-        base=base,
-        peak_flops=request.peak_flops,
-        device="" if kind == "cpu" else device_name(device),
+        memory=device_memory(torch_device) / ((ranks or 1) if kind == "cpu" else 1),  # ranks of a CPU share it
+        base=base_cluster,
+        peak_flops=peak_flops,
+        device="" if kind == "cpu" else device_name(torch_device),
         kernel_times=kernel_times,
     )
-    heads = f"{request.dtype}, {request.heads} heads of {request.head_dim}"
-    title = f"Fitted by mindspeed-cp calibrate on {device_name(device)}, {heads}"
-    write_preset(request.out, cluster, sources, title)
-    _print(request.out, cluster, sources, fits, measurements, as_json=as_json)
+    title = f"Fitted by mindspeed-cp calibrate on {device_name(torch_device)}, {dtype}, {heads} heads of {head_dim}"
+    write_preset(out, cluster, sources, title)
+    _print(out, cluster, sources, fits, measurements, as_json=as_json)
 
 
-def _measure_links(
-    request: CalibrationRequest, kind: str, base: Cluster | None
-) -> tuple[list[Measurement], int | None, int]:
-    """Return measurements of links, the number of ranks of a node, None if unknown, and the number of this rank."""
-    launched = is_launched()
-    if launched and request.nproc is not None:
-        raise ConfigError(f"--nproc {request.nproc}: the launcher has set the number of ranks; leave --nproc out")
-    if launched:
-        launch = read_launch("calibrate OUT.yaml")
-        device = rank_device(kind, launch.local_rank)
-        join_process_group(device, TIMEOUT)
-        try:
-            return measure_links(LinkTimer(device), launch.ranks_per_node), launch.ranks_per_node, launch.rank
-        except PeerError as error:
-            raise PeerError(f"calibrate: {error}") from error
-        finally:
-            dist.destroy_process_group()
-    devices = None
-    if kind != "cpu":
-        load = load_npu if kind == "npu" else load_cuda
-        devices = int(load(f"--device {kind}", "--device cpu").device_count())
-    ranks = request.nproc or devices or 2
-    if ranks == 1:
-        if base is None:
-            raise ConfigError(
-                "--nproc 1: links cannot be measured with one rank; give --nproc 2 or more, or a --base that has them"
-            )
-        return [], None, 0
-    if base is not None:
-        base.with_ranks(ranks)
-    if devices is not None and ranks > devices:
-        raise ConfigError(f"--nproc {ranks}: this machine has {devices} {kind.upper()}s; every rank needs its own")
-    return measure_local_links(kind, ranks), ranks, 0
+def _measure_links(kind: str) -> tuple[list[Measurement], Launch]:
+    """Return measurements of the links among the ranks that torchrun started, and this rank."""
+    launch = read_launch("calibrate OUT.yaml")
+    device = rank_device(kind, launch.local_rank)
+    join_process_group(device, TIMEOUT)
+    try:
+        return measure_links(LinkTimer(device), launch.ranks_per_node), launch
+    except PeerError as error:
+        raise PeerError(f"calibrate: {error}") from error
+    finally:
+        dist.destroy_process_group()
 
 
 def _print(

@@ -1,20 +1,123 @@
-"""What the figures of all ranks say: sentences about what is slow, wrong or failed, the worst first, and the tables."""
+"""What the checks of a machine and those of all ranks say: sentences on what is slow, wrong or failed, and tables."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from statistics import median, median_high
 from typing import Any
 
+from mindspeed_cp.device.open_files import largest_run
+from mindspeed_cp.doctor.operator import DTYPES
 from mindspeed_cp.report.text import Table, format_bytes
 
 #: A device or link below these shares of the median of its kind is named.
 SLOW_DEVICE, SLOW_LINK = 0.85, 0.7
-HELD_UP = 0.7  # a link whose directions get less than this share of what they get alone
 
 BAD, WARNING, GOOD = "FAILED", "note", "ok"
 Finding = tuple[str, str]
 KINDS = {"in_node": "inside nodes", "network": "between nodes"}
+
+
+def report_lines(report: dict[str, Any]) -> list[str]:
+    """Return what a report comes to: what failed, or that all is well."""
+    lines = []
+    for row in report["requirements"]:
+        if not row["ok"]:
+            lines.append(f"FAILED: {row['error']}; nothing was run on the NPUs")
+        elif "note" in row:
+            lines.append(f"note: {row['note']}")
+    for row in report["version_status"]:
+        if row["status"] == "refused":
+            lines.append(f"FAILED: {row['package']} is {row['version']}: {row['reason']}")
+    failed = sum(not row["ok"] for row in report["checks"])
+    total = len(report["checks"])
+    profile = report["npu_profile"] or {"rows": []}
+    if report["ok"]:
+        rows = f"; so do all {len(profile['rows'])} rows of the npu backend's variants" if profile["rows"] else ""
+        lines.append(f"ok: all {total} checks of the attention operator agree with the fp64 reference{rows}")
+    elif failed:
+        lines.append(f"FAILED: {failed} of {total} checks of the attention operator differ from the fp64 reference")
+    elif not total and all(row["ok"] for row in report["requirements"]):
+        lines.append("FAILED: no backend of the attention operator runs here")
+    names = list(dict.fromkeys(row["name"] for row in profile["rows"] if not row["ok"]))
+    if names:
+        text = ", ".join(names[:6]) + f" and {len(names) - 6} more" * (len(names) > 6)
+        remedy = "train with the npu_profile of this device, which takes what passed (--npu-profile)"
+        lines.append(f"FAILED: {text}; {remedy}")
+    npus = report["devices"]["npu"]["count"]
+    if npus > 1:
+        lines.append(f"note: links are measured by torchrun --nproc-per-node {npus} -m mindspeed_cp doctor")
+    return lines
+
+
+def report_tables(report: dict[str, Any]) -> list[Table]:
+    """Return the tables of one machine: versions, devices, checks of the operator, variants of the npu backend."""
+    devices = [
+        (
+            kind,
+            str(device["count"]),
+            ", ".join(sorted(set(device["names"]))) or device["why"],
+            _operator(report["backends"][kind], device["why"]),
+        )
+        for kind, device in report["devices"].items()
+    ]
+    tables = [
+        Table("Versions", ("", ""), tuple(_version_rows(report))),
+        Table("Devices", ("device", "number", "name", "attention operator"), tuple(devices)),
+    ]
+    if report["checks"]:
+        title = "Attention operator: largest difference of out, lse, dq, dk and dv to fp64, relative"
+        checks = [((row["backend"], row["case"]), row) for row in report["checks"]]
+        tables.append(_by_type(title, ("device", "check"), checks))
+    if report["npu_profile"]:
+        title = "Variants of the npu backend, largest difference to fp64"
+        rows = [((f"npu_{row['option']}: {row['variant']}", row["name"]), row) for row in report["npu_profile"]["rows"]]
+        tables.append(_by_type(title, ("variant", "shape"), rows))
+    return tables
+
+
+def _by_type(title: str, columns: Sequence[str], named: Sequence[tuple[tuple[str, ...], dict[str, Any]]]) -> Table:
+    """Return a table with a row for each name and a column for each type."""
+    rows: dict[tuple[str, ...], dict[str, str]] = {}
+    for name, row in named:
+        worst, size = _worst(row)
+        text = f"{size:.1e} {row.get('kernel', '')}" if row["ok"] else f"FAILED {row['error'] or f'{worst} {size:.1e}'}"
+        rows.setdefault(name, {})[row["dtype"]] = text.rstrip()
+    texts = ((*name, *(by_type.get(dtype, "-") for dtype in DTYPES)) for name, by_type in rows.items())
+    return Table(title, (*columns, *DTYPES), tuple(texts))
+
+
+def _worst(row: dict[str, Any]) -> tuple[str, float]:
+    """Return the name of the largest difference of a row, and its size; None in the row is not finite."""
+    sizes = {name: math.inf if size is None else size for name, size in row["differences"].items()}
+    return max(sizes.items(), key=lambda item: item[1], default=("nothing", 0.0))
+
+
+def _version_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    machine, status_of = report["machine"], {row["package"]: row for row in report["version_status"]}
+    for name, version in report["versions"].items():
+        status = status_of.get(name)
+        if status is None or status["status"] == "missing":
+            yield name, version or "not installed"
+        else:
+            yield name, f"{version}: {status['status']}" + (f" ({status['reason']})" if status["reason"] else "")
+    counts = (f"{machine[name]} {name[: len(name) - (machine[name] == 1)]}" for name in ("cores", "threads"))
+    yield "machine", ", ".join((machine["system"], *counts))
+    limit = machine["open_files"]
+    enough = None if limit is None else f"enough for a run of about {largest_run(limit):,} ranks"
+    yield "open files", "no limit" if limit is None else f"{limit:,} for a process (ulimit -Hn), {enough}"
+    for row in report["requirements"]:
+        result = f"not compared: {row['note']}" if "note" in row else "ok"
+        yield f"{row['what']}, needed", result if row["ok"] else f"FAILED {row['error']}"
+    yield "communication", ", ".join(name for name, is_there in report["communication"].items() if is_there) or "none"
+
+
+def _operator(backend: dict[str, Any], device_reason: str | None) -> str:
+    """Return whether a backend is available; a reason that the table gives for the device is not repeated."""
+    if backend["available"]:
+        return f"yes: {backend['note']}" if backend.get("note") else "yes"
+    return "no" if backend["why"] == device_reason else f"no: {backend['why']}"
 
 
 def is_ok(report: dict[str, Any]) -> bool:
@@ -34,8 +137,8 @@ def findings(report: dict[str, Any]) -> list[Finding]:
 def _operators(report: dict[str, Any]) -> Iterator[Finding]:
     for rank, row in enumerate(report["operator"]):
         for check in row["failed"]:
-            worst = max(check["differences"].items(), key=lambda item: item[1], default=("nothing", 0.0))
-            text = check["error"] or f"{worst[0]} differs from fp64 by {worst[1]:.1e}, limit {check['limit']:.0e}"
+            worst, size = _worst(check)
+            text = check["error"] or f"{worst} differs from fp64 by {size:.1e}, limit {check['limit']:.0e}"
             yield BAD, f"rank {rank}: the operator on {check['case']} ({check['dtype']}): {text}"
     checks = sum(row["checks"] for row in report["operator"])
     if checks and not any(row["failed"] for row in report["operator"]):
@@ -128,11 +231,6 @@ def _links(report: dict[str, Any]) -> Iterator[Finding]:
             yield WARNING, f"links {name}: {len(slow) - 8} more directions are slow"
         if not slow:
             yield GOOD, f"links {name}: {rate_text(middle)} in the median, none below {SLOW_LINK:.0%} of that"
-        held = [row["pair"] for row in rows if row["both"] < HELD_UP * min(row["there"], row["back"])]
-        if held:
-            pairs = ", ".join(f"{a} - {b}" for a, b in held[:6])
-            text = f"{len(held)} of {len(rows)} links {name} are slower when both directions are in use: {pairs}"
-            yield WARNING, text
 
 
 def rate_text(rate: float) -> str:

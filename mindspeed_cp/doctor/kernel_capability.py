@@ -8,40 +8,16 @@ passed (`mindspeed_cp/device/npu_profile.py`).
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from mindspeed_cp.device.npu_profile import (
-    DEFAULTS,
-    Condition,
-    NpuIdentity,
-    NpuProfile,
-    ProfileRow,
-    read_profile,
-)
+from mindspeed_cp.device.npu_profile import DEFAULTS, Condition, NpuIdentity, NpuProfile, ProfileRow
 from mindspeed_cp.doctor.guarded import Failure, GuardedCall
-from mindspeed_cp.doctor.operator import (
-    DTYPES,
-    MAX_DIFFERENCE,
-    RESULT_NAMES,
-    OperatorCase,
-    reference_inputs,
-    reference_results,
-    relative_difference,
-)
-from mindspeed_cp.engine import attend_in_process
-from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.ops.attention.npu.backend import NpuAttention
-from mindspeed_cp.ops.attention.npu.fused_operator import FusedOperator, TorchNpuOperator
-from mindspeed_cp.plan import AttentionConfig, Plan
-from mindspeed_cp.report.files import check_output_path, write_atomically
+from mindspeed_cp.doctor.operator import DTYPES, OperatorCase, check, failed_check
+from mindspeed_cp.plan import AttentionConfig
+from mindspeed_cp.report.files import write_atomically
 
 # By CANN's public sources, kernels change at these lengths; they divide by nothing where the shape allows it.
 SHORT = [301, 97, 510]  # mean below 1,024
@@ -49,9 +25,6 @@ LONG = [1290, 801]  # mean from 1,024
 EQUAL = [256, 256, 256]
 MANY = [515, *(121 + i % 13 for i in range(61))]  # 8,244 rows
 MASKED = [1031, 57]  # one matrix of 1,088 rows
-
-#: Error of a deterministic row whose second run gave other bits.
-_OTHER_BITS = "two runs under deterministic algorithms have other bits in {}"
 
 
 @dataclass(frozen=True)
@@ -166,104 +139,34 @@ def capability_calls(
 ) -> list[tuple[CapabilityCase, str, GuardedCall]]:
     """Return case, type and guarded call of every row, in an order in which references can be used again."""
     return [
-        (case, dtype, GuardedCall(measure_capability, (case, dtype, seed), case.case.name))
+        (case, dtype, GuardedCall(check, ("npu", dtype, case.case, seed, case.condition.deterministic), case.case.name))
         for case in sorted(cases, key=lambda case: repr(case.case.reference_key(seed)))
         for dtype in DTYPES
     ]
 
 
-def measure_capability(
-    case: CapabilityCase, dtype: str, seed: int, operator: FusedOperator | None = None
-) -> dict[str, Any]:
-    """Run forward and backward of a case twice and compare the first with the fp64 reference.
-
-    Args:
-        case: the case.
-        dtype: "fp32", "fp16" or "bf16".
-        seed: seed of the inputs.
-        operator: the fused operators, for tensors on the CPU; None: those of torch_npu, on the NPU.
-
-    Returns:
-        {"differences", "seconds", "error"} of a ProfileRow: the seconds are those of the second run, whose kernels are
-        loaded.
-    """
-    device = "npu" if operator is None else "cpu"
-    key = case.case.reference_key(seed)
-    rows = [x.to(device, DTYPES[dtype], copy=True) for x in reference_inputs(key)]
-    backend = NpuAttention(**case.case.npu, operator=TorchNpuOperator() if operator is None else operator)
-    plan = case.case.make_plan()
-    with deterministic_algorithms(case.condition.deterministic):
-        first = _run(plan, rows, backend)
-        start = time.perf_counter()
-        second = _run(plan, rows, backend)
-        seconds = time.perf_counter() - start
-    reference = reference_results(key)
-    differences = {name: relative_difference(first[name], reference[name]) for name in RESULT_NAMES}
-    other_bits = [name for name in RESULT_NAMES if not torch.equal(first[name], second[name])]
-    error = _OTHER_BITS.format(", ".join(other_bits)) if case.condition.deterministic and other_bits else None
-    return {
-        "differences": {name: size if size < float("inf") else None for name, size in differences.items()},
-        "seconds": seconds,
-        "error": error,
-    }
-
-
-def _run(plan: Plan, rows: Sequence[Tensor], backend: NpuAttention) -> dict[str, Tensor]:
-    """Return the results of forward and backward, on the host."""
-    q, k, v, dout = rows
-    results = vars(attend_in_process(plan, q, k, v, dout, backend))
-    return {name: x.cpu() for name, x in results.items() if x is not None}
-
-
-@contextmanager
-def deterministic_algorithms(enabled: bool) -> Iterator[None]:
-    """Let torch use deterministic algorithms alone within the block, if enabled.
-
-    torch.use_deterministic_algorithms does the same, and imports the compiler: seconds.
-    """
-    before = torch.get_deterministic_debug_mode()
-    torch.set_deterministic_debug_mode("error" if enabled else "default")
-    try:
-        yield
-    finally:
-        torch.set_deterministic_debug_mode(before)
-
-
 def profile_row(case: CapabilityCase, dtype: str, result: dict[str, Any] | Failure) -> ProfileRow:
-    """Return the row of a result of :func:`measure_capability`, or of its failure."""
-    limit = MAX_DIFFERENCE[dtype]
+    """Return the row of a result of :func:`mindspeed_cp.doctor.operator.check`, or of its failure."""
     if isinstance(result, Failure):
-        result = {"differences": {}, "seconds": None, "error": result.error}
-    sizes = result["differences"].values()
-    values: dict[str, Any] = {
-        "name": case.case.name,
-        "option": case.option,
-        "variant": case.variant,
-        "lowering": case.lowering,
-        "dtype": dtype,
-        "condition": case.condition,
-        "limit": limit,
-        "ok": result["error"] is None and all(size is not None and size <= limit for size in sizes),
-    }
-    return ProfileRow(**values, **result)
+        result = failed_check("npu", dtype, case.case, result.error)
+    return ProfileRow(
+        name=case.case.name,
+        option=case.option,
+        variant=case.variant,
+        lowering=case.lowering,
+        dtype=dtype,
+        condition=case.condition,
+        differences={name: size if size < float("inf") else None for name, size in result["differences"].items()},
+        limit=result["limit"],
+        seconds=result["seconds"] or None,
+        ok=result["ok"],
+        error=result["error"],
+    )
 
 
 def make_profile(rows: Sequence[ProfileRow], identity: NpuIdentity) -> NpuProfile:
     """Return the profile of rows and of the device that they were measured on."""
     return NpuProfile(format=2, rows=list(rows), **vars(identity))
-
-
-def check_profile_path(path: Path) -> None:
-    """Raise ConfigError unless a profile can be written to a path: before minutes of work."""
-    check_output_path("--npu-profile", path, (path.suffix.lower(),))
-    if not path.exists():
-        return
-    try:
-        read_profile(str(path))
-    except ConfigError:
-        raise ConfigError(
-            f"--npu-profile {path}: there is another file, which is no sound profile; remove it, or give another name"
-        ) from None
 
 
 def write_json(option: str, path: Path, content: dict[str, Any]) -> None:

@@ -7,12 +7,10 @@ GPUs, gloo between CPUs. `mindspeed-cp calibrate` fits a cluster to the messages
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,10 +18,9 @@ import torch.distributed as dist
 from mindspeed_cp.algorithms import build_plan
 from mindspeed_cp.cluster.calibration import Measurement
 from mindspeed_cp.comm import GroupTransport, Transfer, warm_up
-from mindspeed_cp.comm.local_ranks import NO_ANSWER, run_local_ranks
 from mindspeed_cp.device.open_files import check_open_files, raise_limit
 from mindspeed_cp.device.select import set_hccl_timeouts
-from mindspeed_cp.doctor.machine import GROUP_LIBRARIES, rank_device, synchronize
+from mindspeed_cp.doctor.machine import GROUP_LIBRARIES, synchronize
 from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig, Topology
@@ -39,15 +36,15 @@ PROBE_BYTES, PAIR_SECONDS, PAIR_ROUNDS = 1 << 16, 0.1, 4  # of a message between
 #: Variables that torchrun sets.
 LAUNCH_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 
-#: Text of a wait in vain, whose cause is another rank.
-SILENT = "a rank is gone or silent"
+#: Text of a wait in vain, whose cause is another rank, and of rank 0 about a rank that said nothing.
+SILENT, NO_ANSWER = "a rank is gone or silent", "no answer"
 
-#: Texts by which a rank says that it could not begin, while others wait for it in vain.
+#: Words by which a rank says that it could not begin, and, the nearest to the cause first, what others then say.
 _CAUSES = ("Too many open files", "can't start new thread", "No space left")
+_WAITS = (("timeout", "timed out", "Timed out"), (SILENT,), (NO_ANSWER,))
 
 
-@dataclass(frozen=True)
-class Launch:
+class Launch(NamedTuple):
     """A rank among all.
 
     Attributes:
@@ -72,14 +69,14 @@ def is_launched() -> bool:
 
 
 def read_launch(command: str) -> Launch:
-    """Read what torchrun tells a rank.
+    """Read what torchrun tells a rank, and let this process open as many files as all ranks need.
 
     Args:
         command: words of this command, for errors.
 
     Raises:
-        ConfigError: the process was not started by torchrun, there is one rank only, or nodes have different numbers of
-            ranks.
+        ConfigError: the process was not started by torchrun, there is one rank only, nodes have different numbers of
+            ranks, or a process may open too few files.
     """
     start = f"torchrun --nnodes 2 --nproc-per-node 8 ... -m mindspeed_cp {command}"
     missing = [name for name in (*LAUNCH_NUMBERS, "MASTER_ADDR") if not os.environ.get(name)]
@@ -100,6 +97,8 @@ def read_launch(command: str) -> Launch:
             f"rank {rank} of {ranks} is local rank {local_rank} of {per_node}; valid: the same number of ranks on "
             "every node, numbered node by node"
         )
+    raise_limit()
+    check_open_files(ranks)  # with too few, libraries report time-outs
     return Launch(rank, ranks, local_rank, per_node)
 
 
@@ -160,7 +159,7 @@ class LinkTimer:
             raise PeerError(f"{SILENT} ({' '.join(str(error).split())[:160]})") from error
         return float(number.item())
 
-    def seconds(self, run: Callable[[], None] | None, repeats: int = 1) -> float:
+    def seconds(self, run: Callable[[], object] | None, repeats: int = 1) -> float:
         """Return the seconds of so many runs on this rank, from a barrier until the device is done; None: only wait."""
         synchronize(self.device)
         self.maximum(0.0)
@@ -179,13 +178,13 @@ class LinkTimer:
         return min(self.maximum(self.seconds(run, repeats)) for _ in range(rounds)) / repeats
 
     def time_pair(self, most: int) -> dict[str, float]:
-        """Time the link of two ranks, which are the whole group: there alone, back alone, both at once.
+        """Time the link of two ranks, which are the whole group: there alone, and back alone.
 
         Args:
             most: bytes of the largest message.
 
         Returns:
-            {"latency" in seconds, "bytes", "there", "back", "both": bytes a second, each way}; the same on both.
+            {"latency" in seconds, "bytes", "there", "back": bytes a second}; the same on both.
         """
         first, peer, label = self.rank == 0, 1 - self.rank, "the link between two ranks"
 
@@ -197,12 +196,8 @@ class LinkTimer:
         probe = max(self.slowest(one_way(True, PROBE_BYTES)) - latency, 1e-7)
         size = int(min(max(PROBE_BYTES, PROBE_BYTES * PAIR_SECONDS / probe), most))
         rates = {"latency": latency, "bytes": float(size)}
-        for name, run in (
-            ("there", one_way(True, size)),
-            ("back", one_way(False, size)),
-            ("both", self.exchange(label, [peer], [peer], size)),
-        ):
-            seconds = self.slowest(run, rounds=PAIR_ROUNDS)
+        for name, forward in (("there", True), ("back", False)):
+            seconds = self.slowest(one_way(forward, size), rounds=PAIR_ROUNDS)
             rates[name] = size / max(seconds - latency, seconds / 2)
         return rates
 
@@ -270,57 +265,21 @@ def measure_links(timer: LinkTimer, local_size: int) -> list[Measurement]:
     return measurements
 
 
-def measure_local_links(kind: str, ranks: int) -> list[Measurement]:
-    """Start ranks on this machine, one process each, and time messages between them.
-
-    Args:
-        kind: "cpu", "npu" or "cuda"; each rank has a device of its own.
-        ranks: 2 or more.
-
-    Raises:
-        ConfigError: the machine does not let a rank open enough files.
-        PeerError: a rank failed; names it and its error.
-    """
-    check_open_files(ranks)  # with too few, libraries report time-outs
-    answers = run_local_ranks(_measure_rank, ranks, (kind,), 2 * TIMEOUT, 0.0)
-    error = first_error(answers, f" within {2 * TIMEOUT:g} s")
-    if error is not None:
-        raise PeerError(f"calibrate: {error}")
-    return list(answers[0])
-
-
-def first_error(answers: Mapping[int, Any], silence: str = "") -> str | None:
-    """Return the error of a rank that explains the others; None without an error.
+def first_error(errors: Mapping[int, str]) -> str | None:
+    """Return the error that explains the others, of errors by rank; None without an error.
 
     What kept a rank from beginning goes before time-outs, which its peers report, and these before no answer at all.
-
-    Args:
-        answers: by rank; a text is an error.
-        silence: words after "no answer".
     """
-    errors = [f"rank {rank}: {answers[rank]}" for rank in sorted(answers) if isinstance(answers[rank], str)]
-    errors.sort(key=_distance_from_cause)
-    return errors[0] + silence * errors[0].endswith(NO_ANSWER) if errors else None
 
+    def order(rank: int) -> tuple[bool, int, int]:
+        is_cause = any(words in errors[rank] for words in _CAUSES)
+        waits = (level for level, listed in enumerate(_WAITS, 1) if any(words in errors[rank] for words in listed))
+        return not is_cause, max(waits, default=0), rank
 
-def _distance_from_cause(error: str) -> int:
-    """Return 0 for what keeps a rank from beginning, 1 for other errors, and more for waits in vain."""
-    if any(cause in error for cause in _CAUSES):
-        return 0
-    waits = (("timeout", "timed out", "Timed out"), (SILENT,), (NO_ANSWER,))
-    return max((2 + level for level, words in enumerate(waits) if any(word in error for word in words)), default=1)
+    return f"rank {(rank := min(errors, key=order))}: {errors[rank]}" if errors else None
 
 
 def error_text(error: BaseException) -> str:
     """Return an error as one line, with its type unless it is an error of this package."""
     text = " ".join(str(error).split()) or "without a message"
     return (text if isinstance(error, (ConfigError, PeerError)) else f"{type(error).__name__}: {text}")[:600]
-
-
-def _measure_rank(rank: int, ranks: int, init_method: str, kind: str) -> list[Measurement]:
-    raise_limit()
-    if sys.platform == "linux":  # whatever the name of the host resolves to: all ranks are on this machine
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    device = rank_device(kind, rank)
-    join_process_group(device, TIMEOUT, init_method=init_method, rank=rank, world_size=ranks)
-    return measure_links(LinkTimer(device), ranks)

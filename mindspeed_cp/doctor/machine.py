@@ -19,17 +19,7 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention import BACKENDS
 from mindspeed_cp.ops.attention.cuda.flash4 import flash_4_unavailable_reason
 
-PACKAGES = (
-    "torch",
-    "torch-npu",
-    "megatron-core",
-    "transformer-engine",
-    "numpy",
-    "pydantic",
-    "triton",
-    "triton-ascend",
-    "flash-attn-4",
-)
+PACKAGES = ("transformer-engine", "pydantic", "triton", "triton-ascend", "flash-attn-4")  # beside those with limits
 DEVICES = ("npu", "cuda", "cpu")
 
 #: Libraries of a process group for tensors of a device; numbers of the host travel over gloo.
@@ -43,16 +33,16 @@ def versions(statuses: Iterable[Status], npu: bool) -> dict[str, str | None]:
     """Return versions of this package, Python and related packages, and, with an NPU, of its driver and libraries.
 
     Args:
-        statuses: result of version_report, which knows versions of source trees, too.
+        statuses: result of version_report.
         npu: True with an NPU.
     """
-    versions: dict[str, str | None] = {"mindspeed-cp": mindspeed_cp.__version__, "python": platform.python_version()}
+    versions: dict[str, str | None] = {"mindspeed-cp": mindspeed_cp.__version__}
+    versions |= {status.package: status.version for status in statuses}
     for name in PACKAGES:
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = None
-    versions |= {status.package: status.version for status in statuses}
     return {**versions, **(npu_versions() if npu else {})}
 
 

@@ -23,6 +23,7 @@ from mindspeed_cp.ops.attention import (
 )
 from mindspeed_cp.ops.attention.cuda.backend import CudaAttention
 from mindspeed_cp.ops.attention.npu.backend import NpuAttention
+from mindspeed_cp.ops.attention.npu.fused_operator import FusedOperator
 from mindspeed_cp.plan import AttentionConfig, Plan, Topology
 
 #: Maximum difference to fp64, relative to max(1, largest value of the reference). bf16 has 8 significant bits: half a
@@ -140,25 +141,15 @@ LONG_CASES = (
     OperatorCase("a ring of 3, ALiBi", [2205, 97], AttentionConfig(2, 1, 32, alibi=True), plan=("ring", 3)),
     OperatorCase("a ring of 3, window", [1500, 97], AttentionConfig(2, 1, 32, window=(400, 0)), plan=("ring", 3)),
     OperatorCase("all_gather, 3 ranks", [1801, 97], AttentionConfig(2, 1, 32), plan=("all_gather", 3)),
-    OperatorCase(
-        "a ring of 3, ALiBi, full mask", [901, 97], AttentionConfig(2, 1, 32, mask="full", alibi=True), plan=("ring", 3)
-    ),
-    OperatorCase(
-        "a ring of 3, npu_lowering: masks",
-        [901, 97],
-        AttentionConfig(2, 1, 32),
-        plan=("ring", 3),
-        npu={"lowering": "masks"},
-    ),
-    OperatorCase(
-        "a ring of 3, npu_merge: ring_update",
-        [901, 97],
-        AttentionConfig(2, 1, 64),
-        plan=("ring", 3),
-        npu={"merge": "ring_update"},
-    ),
+    OperatorCase("a ring of 3, ALiBi, full mask", [901, 97], AttentionConfig(2, 1, 32, mask="full", alibi=True),
+                 plan=("ring", 3)),
+    OperatorCase("a ring of 3, npu_lowering: masks", [901, 97], AttentionConfig(2, 1, 32), plan=("ring", 3),
+                 npu={"lowering": "masks"}),
+    OperatorCase("a ring of 3, npu_merge: ring_update", [901, 97], AttentionConfig(2, 1, 64), plan=("ring", 3),
+                 npu={"merge": "ring_update"}),
     OperatorCase("direct, 4 ranks, full mask", [1201, 97], AttentionConfig(2, 1, 32, mask="full"), plan=("direct", 4)),
-)
+)  # fmt: skip
+
 #: Maximum distance from 1 of the mean output under dropout, for values of 1: several standard deviations.
 MAX_MEAN_DEVIATION = 0.07
 
@@ -169,7 +160,14 @@ def applies(backend: str, dtype: str, case: OperatorCase) -> bool:
     return backend == "npu" or (not case.npu and (backend != "cuda" or dtype != "fp32" or not case.attention.dropout))
 
 
-def check(backend: str, dtype: str, case: OperatorCase, seed: int = 0) -> dict[str, Any]:
+def check(
+    backend: str,
+    dtype: str,
+    case: OperatorCase,
+    seed: int = 0,
+    deterministic: bool = False,
+    operator: FusedOperator | None = None,
+) -> dict[str, Any]:
     """Run a case on a backend. Returns {"backend", "dtype", "case", "limit", "error", "differences", "seconds", "ok"},
     with the differences of out, lse, dq, dk and dv to the fp64 reference, and on GPUs "kernel", the kernels that
     may compute it, of which the differences are the largest.
@@ -177,35 +175,51 @@ def check(backend: str, dtype: str, case: OperatorCase, seed: int = 0) -> dict[s
     A backend whose operator draws the dropped weights itself has no reference under dropout. Instead, the output must
     be linear in the values with the returned gradient, <dout, out> = <v, dv>, and <q, dq> = <k, dk>, which holds if and
     only if both directions drop the same weights. Outputs for values of 1 must be 1 on average.
+
+    Args:
+        backend: "cpu", "npu" or "cuda".
+        dtype: a key of DTYPES.
+        case: the case.
+        seed: seed of the inputs.
+        deterministic: under torch's deterministic algorithms, with which a second run must give the same bits.
+        operator: the fused operators of the npu backend, for tensors on the CPU; None: those of torch_npu.
     """
     config, key = case.attention, case.reference_key(seed)
     inputs = [x.to(DTYPES[dtype], copy=True) for x in reference_inputs(key)]
-    start = time.perf_counter()
     drawn_by_operator = config.dropout > 0 and backend != "cpu"
+    reference = {} if drawn_by_operator else reference_results(key)
+    start = time.perf_counter()
     kernels = CudaAttention().kernels_for(config, DTYPES[dtype]) if backend == "cuda" else ()
-    mean, differences = 1.0, dict.fromkeys(RESULT_NAMES, 0.0)
+    mean, differences, other_bits = 1.0, dict.fromkeys(RESULT_NAMES, 0.0), []
+    mode = torch.get_deterministic_debug_mode()
     try:
+        # torch.use_deterministic_algorithms does the same, and imports the compiler: seconds.
+        torch.set_deterministic_debug_mode("error" if deterministic else mode)
         for runner in [CudaAttention(kernel) for kernel in kernels] or [backend]:
-            results = {name: x.cpu() for name, x in _run(backend, runner, inputs, case).items()}
+            results = _run(backend, runner, inputs, case, operator)
+            again = _run(backend, runner, inputs, case, operator) if deterministic else results
+            other_bits += [name for name in RESULT_NAMES if not torch.equal(results[name], again[name])]
             if drawn_by_operator:
                 ones = [*inputs[:2], torch.ones_like(inputs[2]), inputs[3]]
                 mean = float(_run(backend, runner, ones, case)["out"].double().mean())
                 differences = _dropout_differences(results, inputs)
             else:
-                reference = reference_results(key)
                 for name in RESULT_NAMES:
                     differences[name] = max(differences[name], relative_difference(results[name], reference[name]))
     except Exception as error:  # compilers raise errors of any type; the other cases must still run
         return failed_check(backend, dtype, case, " ".join(str(error).split()))
+    finally:
+        torch.set_deterministic_debug_mode(mode)
     seconds = time.perf_counter() - start
     if abs(mean - 1) > MAX_MEAN_DEVIATION:
         error_text = f"outputs for values of 1 are {mean:.3f} on average"
         return failed_check(backend, dtype, case, error_text) | {"seconds": seconds}
     ok = all(difference <= MAX_DIFFERENCE[dtype] for difference in differences.values())
-    row = failed_check(backend, dtype, case, "") | {"error": None}
+    error_text = f"two runs under deterministic algorithms have other bits in {', '.join(other_bits)}"
+    row = failed_check(backend, dtype, case, "") | {"error": error_text if other_bits else None}
     if backend == "cuda":
         row["kernel"] = ", ".join(kernels)
-    return {**row, "differences": differences, "seconds": seconds, "ok": ok}
+    return {**row, "differences": differences, "seconds": seconds, "ok": ok and not other_bits}
 
 
 def failed_check(backend: str, dtype: str, case: OperatorCase, error: str) -> dict[str, Any]:
@@ -214,12 +228,20 @@ def failed_check(backend: str, dtype: str, case: OperatorCase, error: str) -> di
     return {**row, "differences": {}, "seconds": 0.0, "ok": False}
 
 
-def _run(device: str, backend: str | AttentionBackend, inputs: list[Tensor], case: OperatorCase) -> dict[str, Tensor]:
-    q, k, v, dout = (x.to(device) for x in inputs)
+def _run(
+    device: str,
+    backend: str | AttentionBackend,
+    inputs: list[Tensor],
+    case: OperatorCase,
+    operator: FusedOperator | None = None,
+) -> dict[str, Tensor]:
+    """Return the results of forward and backward, on the host."""
+    q, k, v, dout = (x.to(device if operator is None else "cpu") for x in inputs)
     if case.plan is not None:
-        runner = NpuAttention(**case.npu) if backend == "npu" else backend_for_device(device, backend)
+        is_npu = device == "npu"
+        runner = NpuAttention(**case.npu, operator=operator) if is_npu else backend_for_device(device, backend)
         results = vars(attend_in_process(case.make_plan(), q, k, v, dout, runner))
-        return {name: results[name] for name in RESULT_NAMES}
+        return {name: results[name].cpu() for name in RESULT_NAMES}
     config, (documents, keys, *_) = case.attention, case.reference_key(0)
     lengths = documents.offsets, keys.offsets
     options: dict[str, Any] = {
@@ -233,7 +255,7 @@ def _run(device: str, backend: str | AttentionBackend, inputs: list[Tensor], cas
     }
     out, lse = attention(q, k, v, *lengths, **options)
     dq, dk, dv = attention_backward(dout, q, k, v, out, lse, *lengths, **options)
-    return {"out": out, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    return dict(zip(RESULT_NAMES, (x.cpu() for x in (out, lse, dq, dk, dv)), strict=True))
 
 
 def _dropout_differences(results: Mapping[str, Tensor], inputs: list[Tensor]) -> dict[str, float]:

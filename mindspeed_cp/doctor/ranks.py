@@ -31,15 +31,13 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from mindspeed_cp.algorithms import ALGORITHMS, build_plan
-from mindspeed_cp.comm.local_ranks import NO_ANSWER
 from mindspeed_cp.data.lengths import sample_batch
-from mindspeed_cp.device.open_files import check_open_files, raise_limit
 from mindspeed_cp.device.versions import version_report
 from mindspeed_cp.doctor import LONG_CASES, SHORT_CASES, check_operator
 from mindspeed_cp.doctor.findings import findings, is_ok, rank_tables
 from mindspeed_cp.doctor.kernel_capability import write_json
 from mindspeed_cp.doctor.kernel_timing import KernelSizes, measure_kernels
-from mindspeed_cp.doctor.links import Launch, LinkTimer, error_text, first_error, join_process_group
+from mindspeed_cp.doctor.links import NO_ANSWER, Launch, LinkTimer, error_text, first_error, join_process_group
 from mindspeed_cp.doctor.machine import device_memory, device_name, machine_status, npu_versions, rank_device, versions
 from mindspeed_cp.doctor.operator import (
     DTYPES,
@@ -57,7 +55,6 @@ from mindspeed_cp.plan import AttentionConfig, Plan, Topology
 from mindspeed_cp.report.text import print_tables
 
 FORMAT = 1
-MAX_TOKENS_PER_RANK, LEAST_TOKENS_PER_RANK = 1 << 16, 64
 JOIN_SECONDS = 300.0  # until all ranks have reached the store
 STAGE_SECONDS = 600.0  # of a stage without messages on one rank
 TIMED_RUNS = 3  # of an algorithm
@@ -141,16 +138,13 @@ class StoreAgreement:
         return json.loads(self.store.get(key))
 
 
-def check_ranks(
-    launch: Launch, report: Path, kind: str, *, tokens: int | None, link_seconds: float | None, as_json: bool
-) -> int:
+def check_ranks(launch: Launch, report: Path, kind: str, *, link_seconds: float | None, as_json: bool) -> int:
     """Take part in the check as one of the ranks that torchrun started.
 
     Args:
         launch: this rank.
         report: file that rank 0 writes.
         kind: a key of DEFAULTS.
-        tokens: tokens of the batch divided by ranks; None: the device's.
         link_seconds: seconds until a silent link counts as hung; None: the device's.
         as_json: True to print the report as JSON.
 
@@ -158,7 +152,7 @@ def check_ranks(
         The exit code, on every rank: 0 if nothing failed and every result was right, else 1.
 
     Raises:
-        ConfigError: an argument is not valid, or the report cannot be written.
+        ConfigError: the device is not measured over ranks, or the report cannot be written.
         PeerError: the store of the ranks is gone.
     """
     if kind not in DEFAULTS:
@@ -166,10 +160,6 @@ def check_ranks(
             f"--device {kind}: is not measured over all ranks; valid under torchrun: auto, {', '.join(DEFAULTS)}; in "
             "one process the doctor checks it"
         )
-    if tokens is not None and not LEAST_TOKENS_PER_RANK <= tokens <= MAX_TOKENS_PER_RANK:
-        raise ConfigError(f"--tokens-per-rank {tokens}: valid: {LEAST_TOKENS_PER_RANK} to {MAX_TOKENS_PER_RANK:,}")
-    raise_limit()
-    check_open_files(launch.ranks)
     try:
         store, _, _ = next(rendezvous("env://", timeout=timedelta(seconds=JOIN_SECONDS)))
     except (RuntimeError, ValueError) as error:
@@ -179,10 +169,7 @@ def check_ranks(
             "rank 0 has started and that no firewall is between"
         ) from None
     agreement = StoreAgreement(dist.PrefixStore("doctor", store), launch.rank, launch.ranks)
-    sizes = DEFAULTS[kind]
-    sizes = replace(
-        sizes, tokens_per_rank=tokens or sizes.tokens_per_rank, link_seconds=link_seconds or sizes.link_seconds
-    )
+    sizes = replace(DEFAULTS[kind], **({} if link_seconds is None else {"link_seconds": link_seconds}))
     check = RanksCheck(launch, agreement, report, kind, sizes)
     try:
         check.run(sys.stderr if as_json else sys.stdout)
@@ -351,8 +338,7 @@ class RanksCheck:
 
     def _algorithm(self, algorithm: str, documents: Documents) -> bool:
         """Compare and time an algorithm; return False if a rank failed, after which the group is of no use."""
-        launch, timer, topology = self.launch, self._timer, Topology(self.launch.nodes, self.launch.ranks_per_node)
-        assert timer is not None
+        launch, topology = self.launch, Topology(self.launch.nodes, self.launch.ranks_per_node)
         try:
             small, plan = (
                 build_plan(batch, topology, ATTENTION, algorithm)
@@ -362,78 +348,59 @@ class RanksCheck:
             self.report["algorithms"].append({"algorithm": algorithm, "refused": str(error)})
             return True
 
-        def measure() -> dict[str, Any]:
-            call = launch.rank, self._sizes.dtype, timer.device, self._sizes.link_seconds
-            return {"wrong": compare_with_reference(small, *call), "seconds": time_layers(plan, *call, timer.seconds)}
-
         def judge(rows: list[dict[str, Any]]) -> None:
             wrong = [f"rank {rank}: {row['wrong']}" for rank, row in enumerate(rows) if row["wrong"] is not None]
             seconds = float(np.median(np.max([row["seconds"] for row in rows], axis=0)))  # of the slowest rank
             row = {"algorithm": algorithm, "wrong": "; ".join(wrong[:3]) or None, "seconds": seconds}
             self.report["algorithms"].append(row)
 
+        def measure() -> dict[str, Any]:
+            return {"wrong": self._compare(small), "seconds": self._time_layers(plan)}
+
         return self._collect(f"algorithm {algorithm}", measure, judge)
+
+    def _attention(self, plan: Plan, inputs: Sequence[torch.Tensor]) -> Callable[[], tuple[torch.Tensor, ...]]:
+        """Return a run that returns out, dq, dk and dv of this rank's rows of q, k, v and dout."""
+        assert self._timer is not None
+        q, k, v, dout = (x.to(DTYPES[self._sizes.dtype]).to(self._timer.device) for x in inputs)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+
+        def run() -> tuple[torch.Tensor, ...]:
+            out = context_parallel_attention(q, k, v, plan, timeout=self._sizes.link_seconds)
+            return out.detach(), *torch.autograd.grad(out, leaves, dout)
+
+        return run
+
+    def _compare(self, plan: Plan) -> str | None:
+        """Run a small plan forward and backward, and return how this rank's rows differ from dense attention in fp64.
+
+        Every rank makes all inputs from the same seed, so that only the algorithm's own messages travel.
+        """
+        key, rank = ReferenceKey(plan.documents, plan.documents, plan.attention, 0), self.launch.rank
+        results = self._attention(plan, [plan.layout.shard(x, rank) for x in reference_inputs(key)])()
+        for name, result in zip(("out", "dq", "dk", "dv"), results, strict=True):
+            reference, limit = plan.layout.shard(reference_results(key)[name], rank), MAX_DIFFERENCE[self._sizes.dtype]
+            difference = relative_difference(result.cpu(), reference) if len(reference) else 0.0
+            if not difference <= limit:
+                return f"{name} differs from fp64 by {difference:.1e}, limit {limit:.0e}"
+        return None
+
+    def _time_layers(self, plan: Plan) -> list[float]:
+        """Return the seconds of forward and backward of attention on this rank, of each repeat."""
+        assert self._timer is not None
+        attention, rank = plan.attention, self.launch.rank
+        prepare(plan, rank, dtype=DTYPES[self._sizes.dtype], device=self._timer.device)
+        generator, rows = torch.Generator().manual_seed(rank), int(plan.layout.token_counts[rank])
+        heads = attention.heads, attention.kv_heads, attention.kv_heads, attention.heads
+        run = self._attention(plan, [torch.randn(rows, n, attention.head_dim, generator=generator) for n in heads])
+        seconds = [self._timer.seconds(run) for _ in range(1 + TIMED_RUNS)]
+        return seconds[1:]  # the first connects, and loads kernels
 
 
 def small_lengths(ranks: int) -> list[int]:
     """Return the documents of the batch that is compared in full: cut ones, and one that is shorter than the ranks."""
     share = min(ranks, MAX_REFERENCE_RANKS)
     return [40 * share + 3, 17, 24 * share]
-
-
-def compare_with_reference(plan: Plan, rank: int, dtype: str, device: torch.device, timeout: float) -> str | None:
-    """Run a small plan forward and backward, and compare all rows of this rank with dense attention in fp64.
-
-    Every rank makes all inputs from the same seed, so that only the algorithm's own messages travel.
-
-    Returns:
-        What is wrong, or None.
-    """
-    key = ReferenceKey(plan.documents, plan.documents, plan.attention, 0)
-    q, k, v, dout = (plan.layout.shard(x, rank).to(DTYPES[dtype]).to(device) for x in reference_inputs(key))
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = context_parallel_attention(q, k, v, plan, timeout=timeout)
-    results = (out.detach(), *torch.autograd.grad(out, leaves, dout))
-    for name, result in zip(("out", "dq", "dk", "dv"), results, strict=True):
-        reference = plan.layout.shard(reference_results(key)[name], rank)
-        difference = relative_difference(result.cpu(), reference) if len(reference) else 0.0
-        if not difference <= MAX_DIFFERENCE[dtype]:
-            return f"{name} differs from fp64 by {difference:.1e}, limit {MAX_DIFFERENCE[dtype]:.0e}"
-    return None
-
-
-def time_layers(
-    plan: Plan,
-    rank: int,
-    dtype: str,
-    device: torch.device,
-    timeout: float,
-    seconds: Callable[[Callable[[], None]], float],
-) -> list[float]:
-    """Return the seconds of forward and backward of attention on this rank, of each repeat.
-
-    Args:
-        plan: the plan, prepared here.
-        rank: this rank.
-        dtype, device: of the tensors.
-        timeout: limit of a message in seconds.
-        seconds: called with a run; returns its seconds on this rank.
-    """
-    attention, generator = plan.attention, torch.Generator().manual_seed(rank)
-    prepare(plan, rank, dtype=DTYPES[dtype], device=device)
-    rows = int(plan.layout.token_counts[rank])
-    q, k, v, dout = (
-        torch.randn(rows, heads, attention.head_dim, generator=generator).to(DTYPES[dtype]).to(device)
-        for heads in (attention.heads, attention.kv_heads, attention.kv_heads, attention.heads)
-    )
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-
-    def run() -> None:
-        out = context_parallel_attention(q, k, v, plan, timeout=timeout)
-        torch.autograd.grad(out, leaves, dout)
-
-    seconds(run)  # connects, and loads kernels
-    return [seconds(run) for _ in range(TIMED_RUNS)]
 
 
 def attempt(measure: Callable[[], Any]) -> dict[str, Any]:

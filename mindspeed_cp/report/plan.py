@@ -301,6 +301,11 @@ def _rank_table(summary: PlanSummary) -> Table:
     )
     work = summary.work.sum(1)
     mean = work.mean()
+    ranks, omitted = list(range(len(work))), ""
+    if len(work) > TABLE_RANK_LIMIT:
+        order = np.argsort(work, kind="stable")
+        ranks = sorted(np.concatenate([order[:4], order[-4:]]).tolist())
+        omitted = f" (the 4 with the least and the 4 with the most work of {len(work)})"
     counts = (
         summary.plan.layout.token_counts,
         _documents_of_ranks(summary.plan),
@@ -315,20 +320,7 @@ def _rank_table(summary: PlanSummary) -> Table:
             format_count(work[rank]),
             f"{work[rank] / mean:.3f}" if mean else "-",
         )
-        for rank in ranks_in_table(work)
+        for rank in ranks
     ]
-    note = f", bytes of {summary.bytes_per_element}-byte elements"
-    return Table(f"Ranks{note}{omitted_note(len(work))}", columns, tuple(rows))
-
-
-def ranks_in_table(work: np.ndarray) -> list[int]:
-    """Return all ranks; of too many those with the least and the most work."""
-    if len(work) <= TABLE_RANK_LIMIT:
-        return list(range(len(work)))
-    order = np.argsort(work, kind="stable")
-    return sorted(int(rank) for rank in np.concatenate([order[:4], order[-4:]]))
-
-
-def omitted_note(ranks: int) -> str:
-    """Return the end of the title of a table that has the ranks of :func:`ranks_in_table`."""
-    return "" if ranks <= TABLE_RANK_LIMIT else f" (the 4 with the least and the 4 with the most work of {ranks})"
+    title = f"Ranks, bytes of {summary.bytes_per_element}-byte elements"
+    return Table(title + omitted, columns, tuple(rows))

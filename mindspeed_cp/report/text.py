@@ -155,7 +155,7 @@ def column_blocks(table: Table, width: int) -> list[list[int]]:
     """
     if not any(table.columns):
         return [list(range(len(table.columns)))]
-    widths = _column_widths(table)
+    widths = [max(map(len, cells)) for cells in zip(table.columns, *table.rows, strict=True)]
     names = list(range(table.name_columns))
     name_width = sum(widths[: len(names)]) + _COLUMN_GAP * len(names)  # the table has a space at each edge
     blocks, used = [names.copy()], name_width
@@ -168,24 +168,16 @@ def column_blocks(table: Table, width: int) -> list[list[int]]:
     return blocks
 
 
-def _column_widths(table: Table) -> list[int]:
-    return [max(map(len, cells)) for cells in zip(table.columns, *table.rows, strict=True)]
-
-
-def is_numeric_column(table: Table, column: int) -> bool:
-    """Return True if the cells of a column are numbers, with or without units."""
-    return all(re.match(r"[-+]?$|[-+]?[.\d]", row[column]) for row in table.rows)
-
-
 def _rich_table(table: Table, block: Sequence[int]) -> RichTable:
-    """Return a block of columns for rich, which wraps the widest ones where they do not fit."""
+    """Return a block of columns for rich, which wraps the widest ones where they do not fit; columns of numbers, with
+    or without units, are aligned right."""
     from rich import box
     from rich.table import Table as RichTable
 
     has_headings = any(table.columns)
     result = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_header=has_headings)
     for index in block:
-        is_right = has_headings and index and is_numeric_column(table, index)
+        is_right = has_headings and index and all(re.match(r"[-+]?$|[-+]?[.\d]", row[index]) for row in table.rows)
         result.add_column(table.columns[index], justify="right" if is_right else "left", overflow="fold")
     for row in table.rows:
         result.add_row(*(row[index] for index in block))

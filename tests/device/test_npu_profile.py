@@ -27,7 +27,7 @@ from mindspeed_cp.device.npu_profile import (
     concerns,
     read_profile,
 )
-from mindspeed_cp.doctor.kernel_capability import check_profile_path, write_json
+from mindspeed_cp.doctor.kernel_capability import write_json
 from mindspeed_cp.ops.attention import backend_from_settings
 from mindspeed_cp.ops.attention.npu.backend import NpuAttention
 from tests.device.profiles import profile, row
@@ -161,21 +161,12 @@ def test_a_variant_that_failed_and_is_named_is_told_by_its_own_key(tmp_path: Pat
         on_an_npu(path, npu_statistics="lse")
 
 
-def test_a_place_where_no_file_can_be_written_is_told_before_anything_runs(tmp_path: Path) -> None:
-    check_profile_path(tmp_path / "doctor.json")
-    with pytest.raises(ConfigError, match="there is no folder"):
-        check_profile_path(tmp_path / "nowhere" / "doctor.json")
-    precious = tmp_path / "mine.yaml"
-    precious.write_text("model: {}\n")
-    with pytest.raises(ConfigError, match="there is another file, which is no sound profile"):
-        check_profile_path(precious)
-    assert precious.read_text() == "model: {}\n"
-
-
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
         (["--device", "cpu", "--npu-profile", "x.json"], "error: --npu-profile x.json: --device cpu has none; use --device npu"),
+        (["--npu-profile", "nowhere/doctor.json"], "error: --npu-profile nowhere/doctor.json: there is no folder nowhere"),
+        (["--npu-profile", "mine.yaml"], "error: --npu-profile mine.yaml: the suffix is '.yaml'; valid: a file name with .json"),
         (["--row-seconds", "0"], "error: --row-seconds 0: must be above 0, at most 86400, or left out"),
     ],
 )  # fmt: skip

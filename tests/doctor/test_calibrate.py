@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +15,16 @@ from mindspeed_cp.cluster import load_cluster
 from mindspeed_cp.cluster.calibration import MeasuredFits, Measurement
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.doctor import calibrate, kernel_timing
-from mindspeed_cp.errors import PeerError
+from mindspeed_cp.doctor.links import Launch
 from mindspeed_cp.ops.attention import BACKENDS, backend_from_settings, backends
 from mindspeed_cp.ops.attention.cuda.backend import CudaAttention
-from tests.limits import HANG
 from tests.ops.flash_double import DoubleFlash
 from tests.ports import free_port
 from tests.processes import preload
-from tests.programs import forked_processes, run_programs
+from tests.programs import run_programs
 
 preload("mindspeed_cp.doctor.calibrate", "mindspeed_cp.engine")
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 SMALL = (
     *("--device", "cpu", "--seconds", "0.2", "--longest", "512"),
     *("--heads", "2", "--head-dim", "32", "--dtype", "fp32"),
@@ -50,20 +44,20 @@ NETWORK = [
 ]  # fmt: skip
 
 
-def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
-    settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
-    command = [sys.executable, "-m", "mindspeed_cp", "calibrate", *arguments]
-    return subprocess.Popen(
-        command, cwd=ROOT, env={**os.environ, **settings}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+def launched(ranks_per_node: int) -> list[dict[str, str]]:
+    """Environments of two ranks, as torchrun sets them."""
+    both = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": str(ranks_per_node), "MASTER_ADDR": "127.0.0.1"}
+    both |= {"MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    return [{**both, "RANK": str(rank), "LOCAL_RANK": str(rank % ranks_per_node)} for rank in range(2)]
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """A preset of this CPU, and what the command says of it."""
     path = tmp_path_factory.mktemp("calibrate") / "mine.yaml"
-    [done] = run_programs(run, ["calibrate", str(path), *SMALL, "--json"], [{"OMP_NUM_THREADS": "1"}])
-    assert done.returncode == 0, done.stderr
+    done, other = run_programs(run, ["calibrate", str(path), *SMALL, "--json"], launched(ranks_per_node=2))
+    assert done.returncode == other.returncode == 0, done.stderr
+    assert other.stdout == "", "one rank tells"
     return path, json.loads(done.stdout)
 
 
@@ -94,9 +88,10 @@ def test_the_error_of_the_fit_is_shown(measured: tuple[Path, dict[str, Any]]) ->
 def calibrated(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, links: list[Measurement], *arguments: str
 ) -> tuple[int, Path]:
-    """Calibrate with given measurements in place of a machine's."""
+    """Calibrate with given measurements in place of those of this process, and of a launch of four ranks a node."""
     monkeypatch.setattr(calibrate, "measure_kernels", lambda device, sizes: KERNELS)
-    monkeypatch.setattr(calibrate, "measure_local_links", lambda kind, ranks: links)
+    monkeypatch.setattr(calibrate, "is_launched", lambda: bool(links))
+    monkeypatch.setattr(calibrate, "_measure_links", lambda kind: (links, Launch(0, 8, 0, 4)))
     out = tmp_path / "out.yaml"
     return run(["calibrate", str(out), "--device", "cpu", *arguments]), out
 
@@ -104,11 +99,11 @@ def calibrated(
 def test_measurements_are_fitted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, out = calibrated(monkeypatch, tmp_path, IN_NODE + NETWORK, "--nproc", "4", "--name", "a wire")
+    code, out = calibrated(monkeypatch, tmp_path, IN_NODE + NETWORK)
     shown = capsys.readouterr().out
     assert code == 0 and "Fit: |modelled / measured - 1|" in shown and f"written: {out}" in shown
     cluster = load_cluster(out)
-    assert (cluster.name, cluster.ranks_per_node, cluster.fabric) == ("a wire", 4, "mesh")
+    assert (cluster.name, cluster.ranks_per_node, cluster.fabric) == ("out", 4, "mesh")
     assert cluster.pair_bandwidth == pytest.approx(1e11, rel=1e-3)
     assert cluster.in_node_latency == pytest.approx(1e-6, rel=1e-2)
     assert cluster.rank_bandwidth == pytest.approx(3e11, rel=1e-3), "all links of a rank at once"
@@ -121,14 +116,14 @@ def test_measurements_are_fitted(
 
 
 def test_a_base_gives_what_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, out = calibrated(monkeypatch, tmp_path, [], "--base", "a800", "--nproc", "1")
+    code, out = calibrated(monkeypatch, tmp_path, [], "--base", "a800")
     made, base = load_cluster(out), load_cluster("a800")
     assert code == 0 and made.attention_efficiency == pytest.approx(1e12 / base.peak_flops, rel=1e-3)
     own = {
         key: getattr(made, key) for key in ("name", "attention_efficiency", "tile_rows", "linear_efficiency", "launch")
     }
     assert made == base.with_values(**own), "all else is the base's"
-    code, out = calibrated(monkeypatch, tmp_path, IN_NODE, "--base", "a800", "--nproc", "4", "--overwrite")
+    code, out = calibrated(monkeypatch, tmp_path, IN_NODE, "--base", "a800")
     made = load_cluster(out)
     assert code == 0 and made.communication_efficiency == 1 and made.nics_per_node == 2
     assert made.nic_bandwidth == base.effective_nic, "measured and nominal bandwidths do not mix"
@@ -150,10 +145,8 @@ def test_kernels_of_a_gpu_are_compared_and_its_preset_is_for_it_alone(
     """On a CPU, which only the names of a GPU are given to."""
     monkeypatch.setattr(calibrate, "rank_device", lambda kind, rank: torch.device("cpu"))
     monkeypatch.setattr(calibrate, "device_name", lambda device: "H300")
-    monkeypatch.setattr(calibrate, "load_cuda", lambda *_: torch.cuda)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(kernel_timing, "CudaAttention", DoubledKernels)
-    options = ("--device", "cuda", "--longest", "450", "--heads", "2", "--head-dim", "32", "--overwrite")
+    options = ("--device", "cuda", "--longest", "450", "--heads", "2", "--head-dim", "32")
     code, out = calibrated(monkeypatch, tmp_path, IN_NODE, *options)
     assert code == 0 and "450 x 450" in capsys.readouterr().out
     cluster = load_cluster(str(out))
@@ -184,21 +177,17 @@ def test_kernels_of_a_gpu_are_compared_and_its_preset_is_for_it_alone(
 def test_a_peak_below_what_was_measured_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ("--base", "a2", "--nproc", "1", "--peak-flops", "1e12")
+    arguments = ("--base", "a2", "--peak-flops", "1e12")
     assert calibrated(monkeypatch, tmp_path, [], *arguments)[0] == 2
     assert "linear was measured at 2e" in capsys.readouterr().err
 
 
 @pytest.mark.thorough
 def test_several_nodes_are_measured_under_a_launcher(tmp_path: Path) -> None:
-    launcher = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    launcher |= {"MASTER_PORT": free_port(), "GLOO_SOCKET_IFNAME": "lo"}
-    command = (str(tmp_path / "two.yaml"), *SMALL, "--base", "a2", "--json")
-    processes = [start(*command, RANK=str(rank), **launcher) for rank in range(2)]
-    ended = [process.communicate(timeout=HANG) for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], ended
-    report = json.loads(ended[0][0])
-    assert ended[1][0] == "", "one rank tells"
+    words = ["calibrate", str(tmp_path / "two.yaml"), *SMALL, "--base", "a2", "--json"]
+    done, other = run_programs(run, words, launched(ranks_per_node=1))
+    assert done.returncode == other.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
     assert set(report["fits"]) == {"attention", "linear", "network"}
     assert report["sources"]["network_latency"] == "measured" and report["cluster"]["ranks_per_node"] == 1
     assert load_cluster(tmp_path / "two.yaml").nics_per_node == 1
@@ -209,17 +198,14 @@ def test_several_nodes_are_measured_under_a_launcher(tmp_path: Path) -> None:
     [
         ("out.txt", "out.txt: the suffix is '.txt'; valid: a file name with .yaml or .yml"),
         ("no/out.yaml", "there is no folder no; create it"),
-        ("there.yaml", "there.yaml: is there already; give another name, or --overwrite"),
         ("out.yaml --device gpu", "--device gpu: cannot be calibrated; valid: auto, cpu, npu, cuda"),
         ("out.yaml --dtype fp8", "--dtype fp8: valid: bf16, fp16, fp32"),
-        ("out.yaml --nproc 0", "'--nproc'"),
-        ("out.yaml --nproc 1", "--nproc 1: links cannot be measured with one rank; give --nproc 2"),
-        ("out.yaml --nproc 9 --base a2", "a node of cluster a2 has 8 ranks"),
+        ("out.yaml", "links are measured among ranks; start torchrun --nproc-per-node 2 -m mindspeed_cp calibrate"),
         ("out.yaml --base a9", "cluster 'a9': no such preset"),
         ("out.yaml --peak-flops -1", "--peak-flops -1"),
         ("out.yaml --heads 8 --kv-heads 3", "--kv-heads 3: must divide --heads 8"),
         ("out.yaml --longest 100", "'--longest'"),
-        ("out.yaml --seconds 0", "--seconds 0: must be above 0"),
+        ("out.yaml --seconds 0",  "'--seconds'"),
         ("", "Missing argument"),
     ],
 )  # fmt: skip
@@ -227,27 +213,8 @@ def test_bad_input_is_one_line_and_exit_code_2(
     arguments: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("there.yaml").touch()
     device = [] if "--device" in arguments else ["--device", "cpu"]
     assert run(["calibrate", *arguments.split(), *device]) == 2
     captured = capsys.readouterr()
     assert message in captured.err and captured.err.count("\n") == 1 and not captured.out
     assert not Path("out.yaml").exists()
-
-
-def test_nproc_under_a_launcher_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert run(["calibrate", str(tmp_path / "out.yaml"), "--device", "cpu", "--nproc", "2"]) == 2
-    assert "the launcher has set the number of ranks" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(importlib.util.find_spec("torch_npu") is not None, reason="needs a rank that cannot start")
-def test_a_rank_that_cannot_start_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mindspeed_cp.doctor.links import measure_local_links
-
-    monkeypatch.setattr("mindspeed_cp.comm.local_ranks.mp", forked_processes())
-    with pytest.raises(PeerError, match=r"calibrate: rank [01]: ConfigError: --device npu: torch_npu is not installed"):
-        measure_local_links("npu", 2)

@@ -15,12 +15,10 @@ from mindspeed_cp.doctor.kernel_capability import (
     CAPABILITY_CASES,
     CapabilityCase,
     capability_calls,
-    deterministic_algorithms,
     make_profile,
-    measure_capability,
     profile_row,
 )
-from mindspeed_cp.doctor.operator import DTYPES, MAX_DIFFERENCE, reference_inputs
+from mindspeed_cp.doctor.operator import DTYPES, MAX_DIFFERENCE, check, failed_check, reference_inputs
 from mindspeed_cp.engine import attend_in_process
 from mindspeed_cp.ops.attention.npu.backend import NpuAttention
 from mindspeed_cp.ops.attention.npu.fused_operator import DropoutState, FusedArguments
@@ -48,7 +46,8 @@ def measured(dtype: str, *words: str) -> list[ProfileRow]:
     for case, type_name, _ in capability_calls():
         wanted = any(word in case.case.name for word in words) if words else quick(case)
         if type_name == dtype and wanted:
-            rows.append(profile_row(case, dtype, measure_capability(case, dtype, 3, OracleOperator())))
+            result = check("npu", dtype, case.case, 3, case.condition.deterministic, OracleOperator())
+            rows.append(profile_row(case, dtype, result))
     return rows
 
 
@@ -112,8 +111,8 @@ def test_a_row_without_a_result_says_why() -> None:
     case = CAPABILITY_CASES[0]
     row = profile_row(case, "fp16", Failure("gave no result within 60 s"))
     assert not row.ok and row.failure == f"{case.case.name} (fp16): gave no result within 60 s"
-    infinite = {"differences": {"out": 0.0, "dq": None}, "seconds": 0.1, "error": None}
-    row = profile_row(case, "fp16", infinite)
+    infinite = {"differences": {"out": 0.0, "dq": float("inf")}, "error": None}
+    row = profile_row(case, "fp16", failed_check("npu", "fp16", case.case, "") | infinite)
     assert not row.ok and row.failure == f"{case.case.name} (fp16): dq is not finite"
 
 
@@ -142,17 +141,22 @@ class CallsWithoutArithmetic:
 def calls_of(case: CapabilityCase) -> list[tuple[FusedArguments, bool]]:
     operator, plan = CallsWithoutArithmetic(), case.case.make_plan()
     rows = [torch.zeros_like(x) for x in reference_inputs(case.case.reference_key(0))]
-    with deterministic_algorithms(case.condition.deterministic):
-        backend = NpuAttention(**case.case.npu, operator=operator)
-        attend_in_process(plan, *rows, backend)
+    attend_in_process(plan, *rows, NpuAttention(**case.case.npu, operator=operator))
     return operator.calls
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_deterministic_rows_run_under_deterministic_algorithms(deterministic: bool) -> None:
+    operator = CallsWithoutArithmetic()
+    assert not check("npu", "fp32", CAPABILITY_CASES[0].case, 0, deterministic, operator)["ok"]
+    assert {mode for _, mode in operator.calls} == {deterministic}
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_rows_of_a_variant_have_the_calls_that_it_is_about() -> None:
     for case in CAPABILITY_CASES:
         calls = calls_of(case)
         assert all((call.layout == "BSND") == (case.lowering == "masks") for call, _ in calls)
-        assert all(deterministic == case.condition.deterministic for _, deterministic in calls)
         lengths = [np.diff([0, *(call.actual_seq_qlen or (1,))]) for call, _ in calls]
         has_gaps = any(0 in x for x in lengths)
         assert has_gaps == (case.option == "key_gaps" and case.variant == "skipped"), case.case.name

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,12 +10,11 @@ import torch
 
 from mindspeed_cp.cli.main import run
 from mindspeed_cp.doctor import run_checks
+from mindspeed_cp.doctor.findings import report_tables
 from mindspeed_cp.doctor.operator import DTYPES, LONG_CASES, SHORT_CASES, applies, reference_inputs
-from mindspeed_cp.doctor.tables import report_tables
 from mindspeed_cp.ops.attention.cuda.backend import CudaAttention
 from mindspeed_cp.ops.attention.cuda.flash4 import flash_4_unavailable_reason
 from mindspeed_cp.ops.attention.cuda.flash_operator import check_device
-from mindspeed_cp.report.text import Table, print_tables
 
 
 def test_every_kernel_is_checked_by_some_case() -> None:
@@ -105,20 +102,3 @@ def test_one_thread_is_one_and_a_reason_is_given_once() -> None:
         ("cpu", "full mask", "FAILED dv 5.0e-01", "-", "FAILED gave no result within 60 s"),
         ("cuda", "full mask", "3.0e-07 tiles", "-", "-"),
     )
-
-
-@pytest.mark.parametrize("width", [80, 110])
-def test_no_letter_is_lost_in_a_narrow_terminal(
-    width: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("COLUMNS", str(width))
-    tables = report_tables(a_report())
-    for columns in range(2, 6):  # texts of every length beside one another
-        texts = tuple("x" * (width // columns + extra) for extra in range(columns))
-        tables.append(Table("wide", tuple(f"column {number}" for number in range(columns)), (texts,)))
-    for table in tables:
-        print_tables([table])
-        printed = capsys.readouterr().out
-        assert max(map(len, printed.splitlines())) <= width
-        letters = Counter("".join((table.title, *table.columns, *itertools.chain(*table.rows))).replace(" ", ""))
-        assert not letters - Counter("".join(printed.split()))

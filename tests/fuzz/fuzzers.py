@@ -177,7 +177,7 @@ OPTIONS = {
     "simulate": ("--lengths", "--cluster", "--nodes", "--ranks-per-node", "--tokens-per-rank", "--batches", "--algorithms", "--json"),
     "train": ("--nproc", "--set", "--resume", "--no-resume", "--json"),
     "doctor": ("--link-seconds",),
-    "calibrate": ("--nproc", "--base", "--dtype", "--longest", "--heads"),
+    "calibrate": ("--base", "--dtype", "--longest", "--heads"),
 }  # fmt: skip
 WORDS = (
     "ring", "all", "a2", "causal", "full", "700,30,410", "64", "4", "2", "1", "wikipedia", "bf16", "model.num_layers=3",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
@@ -11,11 +9,10 @@ from matplotlib.collections import PolyCollection
 from matplotlib.colors import to_hex
 from matplotlib.text import Text
 
-from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, build_plan
+from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
 from mindspeed_cp.choose.candidates import Candidate
 from mindspeed_cp.choose.compare import Comparison, SimulationCase, compare_algorithms
 from mindspeed_cp.cluster import LayerCost, load_cluster
-from mindspeed_cp.report.files import write_png
 from mindspeed_cp.report.timelines import ROW_LIMIT, TIMELINE_COLOURS, comparison_figure, describe_sharing
 from mindspeed_cp.report.trace_events import ranks_to_draw
 
@@ -108,12 +105,3 @@ def test_sharing_counts_documents_of_ranks_and_nodes() -> None:
     assert plan([3000, 40], Topology(1, 4), "ulysses") == "documents: 2 shared in a node"
     assert plan([5, 0], Topology(1, 1), "ring") == "documents: 1 whole on one rank"
     assert plan([0], Topology(1, 1), "ring") == "no documents"
-
-
-def test_the_picture_is_a_png_and_a_bad_place_is_one_line(tmp_path: Path) -> None:
-    compared = comparison()
-    path = write_png(comparison_figure(compared, [compared.ring]), tmp_path / "out.png")
-    assert path.read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ConfigError, match=r"--png .*: there is no folder"):
-        write_png(comparison_figure(compared), tmp_path / "none" / "out.png")
-    assert [path.name for path in tmp_path.iterdir()] == ["out.png"]

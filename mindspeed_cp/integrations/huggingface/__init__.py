@@ -20,7 +20,7 @@ plan does not have is an error that names the layer. Needs transformers 5, which
 """
 
 from mindspeed_cp.integrations.huggingface.attention import register
-from mindspeed_cp.integrations.huggingface.batch import documents_of_batch, planned_batch, shard_batch
+from mindspeed_cp.integrations.huggingface.batch import documents_of_batch, planned_batch
 from mindspeed_cp.integrations.huggingface.families import FAMILIES, IMPLEMENTATION, attention_config
 from mindspeed_cp.integrations.huggingface.loss import count_labels, loss, loss_share
 from mindspeed_cp.integrations.huggingface.plans import ModelPlans, RankPlans, build_plans
@@ -29,7 +29,6 @@ from mindspeed_cp.integrations.huggingface.trainer import PlannedCollator, Repea
 from mindspeed_cp.integrations.huggingface.trees import (
     RankTargets,
     planned_trajectories,
-    shard_trajectories,
     sum_weights,
     target_log_probs,
     trajectory_log_probs,
@@ -55,8 +54,6 @@ __all__ = [
     "planned_callback",
     "planned_trajectories",
     "register",
-    "shard_batch",
-    "shard_trajectories",
     "sum_weights",
     "target_log_probs",
     "trajectory_log_probs",

@@ -180,7 +180,7 @@ def planned_attention(
         key, value: [1, kv_heads, rows, dim]. Where latents travel in the plan, the channels that all heads share, and
             the latents, [1, 1, rows, channels] each.
         attention_mask: what :func:`planned_mask` returned to the model.
-        plan: the model's argument ``plan``, from :func:`shard_batch`.
+        plan: the model's argument ``plan``, from :func:`planned_batch`.
         dropout, scaling, sliding_window, is_causal, others: what the model asks for; compared with the plan.
         s_aux: sinks of the layer's heads, [heads].
 
@@ -195,7 +195,7 @@ def planned_attention(
     if not isinstance(plan, RankPlans):
         kind = "plan is None" if plan is None else f"plan is a {type(plan).__name__}"
         raise ConfigError(
-            f"{label}: {kind}; valid: model(**rows) with the rows of planned_batch or shard_batch; for generation and "
+            f"{label}: {kind}; valid: model(**rows) with the rows of planned_batch; for generation and "
             'other steps without plans model.set_attn_implementation("sdpa") ("eager" for gpt_oss)'
         )
     if layer is None:
@@ -263,19 +263,22 @@ def _check_settings(
 ) -> None:
     """Raise ConfigError if a setting of the call differs from the plan's."""
     window = None if sliding_window is None else window_of_side(sliding_window, wanted.mask)
-    if window != wanted.window:
-        raise _differs(label, "sliding_window", sliding_window, f"window {wanted.window}")
     scale = wanted.head_dim**-0.5 if scaling is None else float(scaling)
-    if not math.isclose(scale, wanted.softmax_scale, rel_tol=1e-6):
-        raise _differs(label, "scaling", scale, f"scale {wanted.softmax_scale}")
     rate = wanted.dropout if module.training else 0.0
-    if not math.isclose(dropout, rate, abs_tol=1e-9):
-        raise _differs(label, "dropout", dropout, f"dropout {rate}")
     causal = getattr(module, "is_causal", None) if is_causal is None else is_causal
     if getattr(getattr(module, "config", None), "is_causal", True) is False:
         causal = False
-    if causal is not None and bool(causal) != (wanted.mask == "causal"):
-        raise _differs(label, "is_causal", causal, f"mask {wanted.mask!r}")
+    for name, value, planned, is_planned in (
+        ("sliding_window", sliding_window, f"window {wanted.window}", window == wanted.window),
+        ("scaling", scale, f"scale {wanted.softmax_scale}", math.isclose(scale, wanted.softmax_scale, rel_tol=1e-6)),
+        ("dropout", dropout, f"dropout {rate}", math.isclose(dropout, rate, abs_tol=1e-9)),
+        ("is_causal", causal, f"mask {wanted.mask!r}", causal is None or bool(causal) == (wanted.mask == "causal")),
+    ):
+        if not is_planned:
+            raise ConfigError(
+                f"{label}: {name} is {value!r}, but the plan has {planned}; valid: plans built for this model's "
+                "configuration as it is now, build_plans(model.config, ...)"
+            )
 
 
 def _check_configuration(label: str, module: Any, layer: int, wanted: AttentionConfig) -> None:
@@ -293,13 +296,6 @@ def _check_configuration(label: str, module: Any, layer: int, wanted: AttentionC
         )
 
 
-def _differs(label: str, name: str, value: object, planned: str) -> ConfigError:
-    return ConfigError(
-        f"{label}: {name} is {value!r}, but the plan has {planned}; valid: plans built for this model's configuration "
-        "as it is now, build_plans(model.config, ...)"
-    )
-
-
 def _check_shapes(
     label: str, query: Tensor, key: Tensor, value: Tensor, wanted: AttentionConfig, plan: RankPlans
 ) -> None:
@@ -313,5 +309,5 @@ def _check_shapes(
         if tuple(x.shape) != shape:
             raise ConfigError(
                 f"{label}: {name} has shape {list(x.shape)}, [batch, heads, rows, channels]; the plan gives rank "
-                f"{plan.rank} {list(shape)}; valid: the batch of shard_batch, use_cache=False"
+                f"{plan.rank} {list(shape)}; valid: the rows of planned_batch, use_cache=False"
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.integrations.huggingface.loss import IGNORED, check_vocabulary, masked_labels, shifted_labels
-from mindspeed_cp.integrations.huggingface.plans import ModelPlans, RankPlans, rank_plans_on_mesh
+from mindspeed_cp.integrations.huggingface.plans import RankPlans, rank_plans_on_mesh
 from mindspeed_cp.layout import Documents
 
 #: Keys that describe documents or padding; they are read and left out.
@@ -36,19 +36,18 @@ def documents_of_batch(batch: Mapping[str, Any]) -> Documents:
     Raises:
         ConfigError: two descriptions differ, or one cannot be read.
     """
-    shape, kept = _checked_shape(batch), _kept(batch)
+    shape, kept, positions = _read(batch)
     described: dict[str, Documents] = {}
     for name in CU_SEQLENS:
         if batch.get(name) is not None:
-            described[name] = Documents.from_cu_seqlens(_host(batch[name]).reshape(-1))
-    positions = _positions(batch)
+            described[name] = Documents.from_cu_seqlens(torch.as_tensor(batch[name]).cpu().numpy().reshape(-1))
     if positions is not None and positions.dim() == 2:
-        rows = _host(positions.expand(shape))
+        rows = positions.expand(shape).cpu().numpy()
         starts = np.array([row[keep][0] for row, keep in zip(rows, kept, strict=True) if keep.any()])
         if (starts != 0).any():
             raise ConfigError(
                 f"position_ids begin with {starts[starts != 0][0]} in a row; valid: 0, the first token of a document: "
-                "rows of whole documents, on every rank of the group; shard_batch cuts them"
+                "rows of whole documents, on every rank of the group; planned_batch cuts them"
             )
         lengths = [Documents.from_position_ids(row[keep]).lengths for row, keep in zip(rows, kept, strict=True)]
         described["position_ids"] = Documents(np.concatenate(lengths))
@@ -63,76 +62,59 @@ def documents_of_batch(batch: Mapping[str, Any]) -> Documents:
     return documents
 
 
-def shard_batch(batch: Mapping[str, Any], plans: ModelPlans, rank: int, **of_rank: Any) -> dict[str, Any]:
-    """Return the rows of one context-parallel rank, as keyword arguments of the model.
-
-    Padding is left out. With a causal mask labels are shifted inside documents, before rows are cut: the last token of
-    a document predicts nothing. They come back as ``shift_labels``, which :func:`loss` takes and which a model's own
-    loss takes as well; with a full mask they come back as ``labels``. Tokens whose ``loss_mask`` is 0 are ignored in
-    them. The first call of attention compares the tokens and labels of all ranks by their digest.
-
-    Args:
-        batch: the whole batch, the same on all ranks of the group: input_ids or inputs_embeds, labels, loss_mask (0
-            or 1 for each token, not shifted) and other tensors over tokens, each [rows, tokens, ...]; position_ids of
-            vision-language models may be [3, rows, tokens].
-        plans: result of :func:`build_plans` for the documents of this batch.
-        rank: this rank in the context-parallel group.
-        of_rank: group, backend, timeout, dropout_seed and rows_multiple as for :class:`RankPlans`.
-
-    Returns:
-        Tensors [1, t, ...], ``position_ids`` that restart in every document, ``use_cache=False``, and ``plan``.
-
-    Raises:
-        ConfigError: the batch has other documents than the plans, or they have parents, a key is no tensor over
-            tokens, or the rank is not that of this process in the group.
-    """
-    rank_plans = RankPlans(plans, rank, **of_rank)
-    _checked_shape(batch)
-    if plans.documents.trees is not None:
-        raise ConfigError(
-            f"the plans are for {plans.documents!r}: labels are shifted inside documents, but the first token of a "
-            "document with a parent is predicted by its parent's last token; valid: shard_trajectories, which takes "
-            "Documents.from_trajectories"
-        )
-    kept = _kept(batch)
-    _check_documents(batch, plans, kept)
-    return cut_batch(batch, rank_plans, kept)
-
-
 def planned_batch(
-    batch: Mapping[str, Any], config: Any, mesh: Any, algorithm: str = "hierarchical", **arguments: Any
+    batch: Mapping[str, Any],
+    config: Any,
+    mesh: Any,
+    algorithm: str = "hierarchical",
+    *,
+    documents: Documents | None = None,
+    **arguments: Any,
 ) -> tuple[dict[str, Any], Tensor | None]:
     """Read the documents of a batch, build their plans, and return this rank's rows and labels.
 
+    Padding is left out. With a causal mask labels are shifted inside documents, before rows are cut: the last token of
+    a document predicts nothing; with a full mask they stay where they are. Tokens whose ``loss_mask`` is 0 are ignored
+    in them. The first call of attention compares the tokens and labels of all ranks by their digest.
+
     Args:
-        batch: as for :func:`shard_batch`.
+        batch: the whole batch, the same on all ranks of the mesh: input_ids or inputs_embeds, labels, loss_mask (0 or 1
+            for each token, not shifted) and other tensors over tokens, each [rows, tokens, ...]; position_ids of
+            vision-language models may be [3, rows, tokens].
         config, mesh, algorithm, arguments: as for :func:`rank_plans_on_mesh`.
+        documents: those of the batch, where they have blocks; default: what :func:`documents_of_batch` reads.
 
     Returns:
-        Keyword arguments of the model, and the labels for :func:`loss`; None if the batch has none.
+        Keyword arguments of the model, tensors [1, t, ...]: the batch's, ``position_ids`` that restart in every
+        document, ``use_cache=False`` and ``plan``. And the labels for :func:`loss`, [1, t], which a model's own loss
+        takes as shift_labels (labels with a full mask); None if the batch has none.
 
     Raises:
-        ConfigError: as for :func:`documents_of_batch`, :func:`rank_plans_on_mesh` and :func:`shard_batch`.
+        ConfigError: as for :func:`documents_of_batch` and :func:`rank_plans_on_mesh`; the batch has other documents
+            than those given, or these have parents; or a key is no tensor over tokens.
     """
-    rank_plans = rank_plans_on_mesh(config, documents_of_batch(batch), mesh, algorithm, **arguments)
-    rows = cut_batch(batch, rank_plans, _kept(batch))
+    if documents is None:
+        documents = documents_of_batch(batch)
+    elif documents.trees is not None:
+        raise ConfigError(
+            f"documents are {documents!r}: labels are shifted inside documents, but the first token of a document with "
+            "a parent is predicted by its parent's last token; valid: planned_trajectories, which takes "
+            "Documents.from_trajectories"
+        )
+    else:
+        _check_documents(batch, documents)
+    rank_plans = rank_plans_on_mesh(config, documents, mesh, algorithm, **arguments)
+    rows = cut_batch(batch, rank_plans)
     return rows, rows.pop("shift_labels" if rank_plans.plans.mask == "causal" else "labels", None)
 
 
-def cut_batch(batch: Mapping[str, Any], rank_plans: RankPlans, kept: np.ndarray) -> dict[str, Any]:
-    """Return what :func:`shard_batch` returns; the documents of the batch are those of the plans, trees too.
-
-    Args:
-        batch: the whole batch.
-        rank_plans: plans of this rank.
-        kept: which tokens are no padding, bool [rows, tokens].
-    """
-    plans, shape = rank_plans.plans, _token_shape(batch)
+def cut_batch(batch: Mapping[str, Any], rank_plans: RankPlans) -> dict[str, Any]:
+    """Return this rank's rows of a whole batch, with their labels; its documents are those of the plans, trees too."""
+    plans, (shape, kept, positions) = rank_plans.plans, _read(batch)
     if batch.get("loss_mask") is not None:
         batch = {**batch, "labels": masked_labels(batch.get("labels"), batch["loss_mask"]), "loss_mask": None}
     rank_plans.batch_digest = _digest(batch, kept)
     tokens = np.flatnonzero(kept)[plans.layout.tokens(rank_plans.rank)]  # of the whole batch, padding included
-    positions = _positions(batch)
     cut: dict[str, Any] = {}
     device = torch.device("cpu")
     for name, value in batch.items():
@@ -167,39 +149,17 @@ def cut_batch(batch: Mapping[str, Any], rank_plans: RankPlans, kept: np.ndarray)
     return {**cut, "use_cache": False, "plan": rank_plans}
 
 
-def _check_documents(batch: Mapping[str, Any], plans: ModelPlans, kept: np.ndarray) -> None:
-    """Raise ConfigError if the batch says other documents than the plans, or has another number of tokens."""
-    positions = _positions(batch)
-    has_positions = positions is not None and positions.dim() == 2
-    says = has_positions or any(batch.get(name) is not None for name in CU_SEQLENS)
-    if says or len(kept) > 1 or batch.get("attention_mask") is not None:
-        documents = documents_of_batch(batch)
-        if _without_empty(documents) != _without_empty(plans.documents):
-            raise ConfigError(
-                f"the batch has {documents!r}, but the plans are for {plans.documents!r}; valid: "
-                "build_plans(model.config, documents_of_batch(batch), ...)"
-            )
-    elif int(kept.sum()) != plans.documents.tokens:
-        raise ConfigError(f"the batch has {int(kept.sum())} tokens, but the plans are for {plans.documents!r}")
-
-
-def _without_empty(documents: Documents) -> Documents:
-    return Documents(documents.lengths[documents.lengths > 0])
-
-
-def _positions(batch: Mapping[str, Any]) -> Tensor | None:
-    """Return position_ids as [rows, tokens] or [3, rows, tokens]. Raises ConfigError for other shapes."""
-    positions, (rows, tokens) = batch.get("position_ids"), _token_shape(batch)
-    if positions is None:
-        return None
-    if tuple(positions.shape) == (tokens,) and rows == 1:
-        return positions[None]
-    if tuple(positions.shape[-2:]) not in ((1, tokens), (rows, tokens)) or positions.shape[:-2] not in ((), (3,)):
+def _check_documents(batch: Mapping[str, Any], documents: Documents) -> None:
+    """Raise ConfigError if the batch says other documents, or has another number of tokens."""
+    said, (_, kept, positions) = documents_of_batch(batch), _read(batch)
+    is_said = len(kept) > 1 or (positions is not None and positions.dim() == 2)
+    is_said |= any(batch.get(name) is not None for name in ("attention_mask", *CU_SEQLENS))
+    lengths, other = (x.lengths[x.lengths > 0] for x in (said, documents))
+    if said.tokens != documents.tokens or (is_said and not np.array_equal(lengths, other)):
         raise ConfigError(
-            f"position_ids has shape {list(positions.shape)}; valid: [{rows}, {tokens}], or for vision-language models "
-            f"[3, {rows}, {tokens}]"
+            f"the batch has {said!r}, but documents are {documents!r}; valid: those of the batch, or none, which reads "
+            "them there"
         )
-    return positions
 
 
 def _digest(batch: Mapping[str, Any], kept: np.ndarray) -> int:
@@ -222,8 +182,22 @@ def extended_digest(digest: int, integers: Tensor) -> int:
     return (digest * 31 + int(((mixed ^ (mixed >> 29)) * (2 * places + 1)).sum())) % 2**63
 
 
-def _checked_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
-    """Return (rows, tokens) of a batch. Raises ConfigError if its tokens or what describes them are no tensors."""
+class _Reading(NamedTuple):
+    """What a batch says of its tokens.
+
+    Attributes:
+        shape: (rows, tokens).
+        kept: which tokens are no padding, bool [rows, tokens].
+        positions: position_ids as [rows, tokens] or [3, rows, tokens]; None: there are none.
+    """
+
+    shape: tuple[int, int]
+    kept: np.ndarray
+    positions: Tensor | None
+
+
+def _read(batch: Mapping[str, Any]) -> _Reading:
+    """Read what a batch says of its tokens. Raises ConfigError if it cannot be read."""
     for name in ("input_ids", "inputs_embeds", "labels", "loss_mask", "attention_mask", "position_ids", *CU_SEQLENS):
         value = batch.get(name)
         is_array = isinstance(value, np.ndarray) and name in CU_SEQLENS
@@ -232,42 +206,42 @@ def _checked_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
                 f"the batch's {name} is a {type(value).__name__}; valid: a tensor (tokenizers and collators make them "
                 'with return_tensors="pt")'
             )
-    return _token_shape(batch)
+    given = [name for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None]
+    if not given:
+        raise ConfigError("the batch has neither input_ids nor inputs_embeds; valid: one of them")
+    if batch[given[0]].dim() < 2:
+        raise ConfigError(f"{given[0]} has shape {list(batch[given[0]].shape)}; valid: [rows, tokens, ...]")
+    rows, tokens = batch[given[0]].shape[:2]
+    positions = batch.get("position_ids")
+    if positions is not None and tuple(positions.shape) == (tokens,) and rows == 1:
+        positions = positions[None]
+    if positions is not None and (
+        tuple(positions.shape[-2:]) not in ((1, tokens), (rows, tokens)) or positions.shape[:-2] not in ((), (3,))
+    ):
+        raise ConfigError(
+            f"position_ids has shape {list(positions.shape)}; valid: [{rows}, {tokens}], or for vision-language models "
+            f"[3, {rows}, {tokens}]"
+        )
+    return _Reading((rows, tokens), _kept(batch.get("attention_mask"), (rows, tokens)), positions)
 
 
-def _token_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
-    """Return (rows, tokens) of a batch."""
-    for name in ("input_ids", "inputs_embeds"):
-        if batch.get(name) is not None:
-            shape = tuple(batch[name].shape)
-            if len(shape) < 2:
-                raise ConfigError(f"{name} has shape {list(shape)}; valid: [rows, tokens, ...]")
-            return int(shape[0]), int(shape[1])
-    raise ConfigError("the batch has neither input_ids nor inputs_embeds; valid: one of them")
-
-
-def _kept(batch: Mapping[str, Any]) -> np.ndarray:
-    """Return which tokens are no padding, bool [rows, tokens]."""
-    shape, mask = _token_shape(batch), batch.get("attention_mask")
+def _kept(mask: Tensor | None, shape: tuple[int, int]) -> np.ndarray:
+    """Return which tokens are no padding, bool [rows, tokens]. Raises ConfigError for another mask."""
     if mask is None:
         return np.ones(shape, bool)
-    if not isinstance(mask, Tensor) or tuple(mask.shape) != shape:
+    if tuple(mask.shape) != shape:
         raise ConfigError(
-            f"attention_mask has shape {list(np.shape(mask))}; valid: [{shape[0]}, {shape[1]}], which says what is "
-            "padding; documents are said by position_ids that restart or by cu_seq_lens_q"
+            f"attention_mask has shape {list(mask.shape)}; valid: {list(shape)}, which says what is padding; documents "
+            "are said by position_ids that restart or by cu_seq_lens_q"
         )
     if not bool(((mask == 0) | (mask == 1)).all()):
         raise ConfigError(
             "attention_mask has other values than 0 and 1; valid: 0 for padding and 1 for tokens; documents are said "
             "by position_ids that restart or by cu_seq_lens_q"
         )
-    kept = _host(mask).astype(bool)
+    kept: np.ndarray = mask.cpu().numpy().astype(bool)
     runs = np.diff(kept.astype(np.int8), axis=1, prepend=0, append=0)
     holes = np.flatnonzero((runs == 1).sum(1) > 1)
     if len(holes):
         raise ConfigError(f"attention_mask has padding between tokens in row {holes[0]}; valid: at one of its ends")
     return kept
-
-
-def _host(x: Any) -> np.ndarray:
-    return x.detach().cpu().numpy() if isinstance(x, Tensor) else np.asarray(x)

@@ -30,12 +30,7 @@ _VALID = (
 def check_head(model: nn.Module) -> None:
     """Raise ConfigError if a model of transformers, or one in it, has a head that reads other rows than its own."""
     for module in model.modules():
-        name = _pooling_class(type(module))
-        if name is not None:
-            raise ConfigError(
-                f"the model is a {name}, whose head reads other rows than its own; a rank has only its own rows; "
-                f"valid: {_VALID}"
-            )
+        _check_class(type(module))
 
 
 def check_calls(base: type[nn.Module]) -> None:
@@ -59,27 +54,24 @@ def check_calls(base: type[nn.Module]) -> None:
     base.__call__ = call  # type: ignore[method-assign]
 
 
-def _pooling_class(kind: type) -> str | None:
-    """Return the name of a class or of a base of it whose head reads other rows; None: there is none."""
+def _check_class(kind: type) -> None:
+    """Raise ConfigError if a class or a base of it has a head that reads other rows."""
     for base in kind.__mro__:
         name = base.__name__
         task = name.rpartition("For")[2] if "For" in name else ""
+        pools = task in _POOLING  # of a class from outside, whose name may say anything else
         if base.__module__.startswith("transformers."):
-            if name.endswith("DoubleHeadsModel") or (task[:1].isupper() and task not in _BY_ROW):
-                return name
-        elif task in _POOLING:  # of a class from outside, whose name may say anything else
-            return name
-    return None
+            pools = name.endswith("DoubleHeadsModel") or (task[:1].isupper() and task not in _BY_ROW)
+        if pools:
+            raise ConfigError(
+                f"the model is a {name}, whose head reads other rows than its own; a rank has only its own rows; "
+                f"valid: {_VALID}"
+            )
 
 
 def _check_call(model: Any, plan: RankPlans, arguments: Mapping[str, Any]) -> None:
     """Raise ConfigError if a call of a model reads other rows, or labels that are not those of its rows."""
-    name = _pooling_class(type(model))
-    if name is not None:
-        raise ConfigError(
-            f"the model is a {name}, whose head reads other rows than its own, and rank {plan.rank} has only its own "
-            f"rows; valid: {_VALID}"
-        )
+    _check_class(type(model))
     kept = arguments.get("logits_to_keep")
     if isinstance(kept, int) and kept:
         raise ConfigError(

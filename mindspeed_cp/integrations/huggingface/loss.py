@@ -69,14 +69,12 @@ def masked_labels(labels: Tensor | None, loss_mask: Tensor) -> Tensor:
     if not bool((~learned | (loss_mask.to(labels.device) == 1)).all()):
         raise ConfigError(
             "loss_mask has other values than 0 and 1; valid: 0 and 1; weights of tokens go into the batch under "
-            "another name, which shard_batch cuts like input_ids, and into a loss of your own"
+            "another name, which planned_batch cuts like input_ids, and into a loss of your own"
         )
     return labels.masked_fill(~learned, IGNORED)
 
 
-_NO_LABELS = (
-    "labels has no tensor; valid: shift_labels of shard_batch, or what planned_batch returns, of a batch with labels"
-)
+_NO_LABELS = "labels has no tensor; valid: what planned_batch returns of a batch with labels"
 
 
 def count_labels(labels: Tensor | Iterable[Tensor], group: dist.ProcessGroup | None = None) -> Tensor:
@@ -111,7 +109,7 @@ def loss(logits: Tensor, labels: Tensor, count: Tensor | int, group: dist.Proces
 
     Args:
         logits: [1, t, vocabulary] of this rank.
-        labels: [1, t], ``shift_labels`` of :func:`shard_batch` (``labels`` with a full mask).
+        labels: [1, t], those of :func:`planned_batch`.
         count: result of :func:`count_labels`.
         group: as for :func:`count_labels`.
 
@@ -130,7 +128,7 @@ def loss(logits: Tensor, labels: Tensor, count: Tensor | int, group: dist.Proces
         is_count = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value) and value >= 0
     if not is_count:
         raise ConfigError(f"count is {count!r}; valid: a number, 0 or more: the result of count_labels")
-    if labels.device.type == "cpu":  # on a device to look would mean to wait; shard_batch has looked
+    if labels.device.type == "cpu":  # on a device to look would mean to wait; planned_batch has looked
         check_vocabulary("labels", labels, logits.shape[-1])
     if logits.shape[:-1] != labels.shape:
         raise ConfigError(

@@ -65,8 +65,8 @@ def planned_mask(*, mask_function: Any, attention_mask: Any = None, **others: An
     """
     if attention_mask is not None:
         raise ConfigError(
-            "attention_mask was given to a model with planned attention; valid: none; shard_batch leaves padding out, "
-            "and the plan's documents say what is visible; for generation and other steps without plans "
+            "attention_mask was given to a model with planned attention; valid: none; planned_batch leaves padding "
+            "out, and the plan's documents say what is visible; for generation and other steps without plans "
             'model.set_attn_implementation("sdpa") ("eager" for gpt_oss)'
         )
     return ModelMask(mask_function)

@@ -11,15 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_cp.algorithms.plan_cache import PlanCache
-from mindspeed_cp.comm import DEFAULT_TIMEOUT, group_rank, group_size
+from mindspeed_cp.comm import DEFAULT_TIMEOUT
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.integrations.huggingface.families import (
-    FAMILIES,
-    IMPLEMENTATION,
-    attention_config,
-    family_of,
-    latent_layer,
-)
+from mindspeed_cp.integrations.huggingface.families import IMPLEMENTATION, attention_config, family_of, latent_layer
 from mindspeed_cp.layout import Documents, Layout
 from mindspeed_cp.plan import AttentionConfig, Plan, Topology
 
@@ -86,13 +80,6 @@ def build_plans(
         ConfigError: the model, a setting, the algorithm or an option is not supported.
     """
     family = family_of(config)
-    if documents.trees is not None and family.mask != "causal":
-        valid = ", ".join(name for name, known in FAMILIES.items() if known.mask == "causal")
-        raise ConfigError(
-            f"model_type is {config.model_type!r}, whose tokens see later ones, but documents have parents: a prefix "
-            f"would differ between the documents that continue it; valid: a model with a causal mask ({valid}), or "
-            "documents without parents"
-        )
     implementation = getattr(config, "_attn_implementation", None)
     if implementation not in (None, IMPLEMENTATION):
         raise ConfigError(
@@ -131,15 +118,13 @@ class RankPlans:
 
     No dataclass, as torch's wrappers copy dataclasses among a model's arguments.
 
-    Args:
-        rows_multiple: pad this rank's rows to a multiple of this, as sequence parallelism needs.
-
     Attributes:
         plans: plans of all layers.
         rank: this context-parallel rank.
         rows: number of this rank's rows.
-        padded_rows: number of rows with padding behind them.
-        group: context-parallel ranks; default: all processes.
+        padded_rows: number of rows with padding: a rank without rows has one, as models cannot reshape tensors without
+            elements.
+        group: context-parallel ranks; None: all processes.
         backend, timeout: as for :func:`mindspeed_cp.context_parallel_attention`.
         dropout_seed: seed of attention dropout, which a model with dropout needs: another number for every batch, the
             same on all ranks.
@@ -147,42 +132,15 @@ class RankPlans:
         shifts_labels: True if the batch had labels, which were shifted by one token.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "backend",
-        "batch_digest",
-        "dropout_seed",
-        "group",
-        "padded_rows",
-        "plans",
-        "rank",
-        "rows",
-        "shifts_labels",
-        "timeout",
-    )
-
     def __init__(
         self,
         plans: ModelPlans,
         rank: int,
-        *,
-        group: dist.ProcessGroup | None = None,
-        backend: Any = None,
-        timeout: float = DEFAULT_TIMEOUT,
-        dropout_seed: int | None = None,
-        rows_multiple: int = 1,
+        group: dist.ProcessGroup | None,
+        backend: Any,
+        timeout: float,
+        dropout_seed: int | None,
     ) -> None:
-        if not isinstance(plans, ModelPlans):
-            raise ConfigError(f"plans is a {type(plans).__name__}; valid: the result of build_plans(model.config, ...)")
-        if not 0 <= rank < plans.layout.ranks:
-            raise ConfigError(f"rank is {rank}; valid: 0 to {plans.layout.ranks - 1}, the ranks of the plan")
-        if group_size(group) > 1 and group_rank(group) != rank:
-            raise ConfigError(
-                f"rank is {rank}, but this process is rank {group_rank(group)} of the group; valid: "
-                'group=mesh["cp"].get_group() and its rank, mesh["cp"].get_local_rank()'
-            )
-        if rows_multiple < 1:
-            raise ConfigError(f"rows_multiple is {rows_multiple}; valid: 1 or more")
         dropout = max(attention.dropout for attention in plans.attentions)
         if dropout and dropout_seed is None:
             raise ConfigError(
@@ -194,8 +152,7 @@ class RankPlans:
         self.batch_digest: int | None = None
         self.shifts_labels = False
         self.rows = int(plans.layout.token_counts[rank])
-        # Models cannot reshape tensors without elements, so a rank without rows has one of padding.
-        self.padded_rows = max(1, -(-self.rows // rows_multiple)) * rows_multiple
+        self.padded_rows = max(1, self.rows)
 
     def padded(self, rows: Tensor, value: float = 0, dim: int = 0) -> Tensor:
         """Return rows of this rank with padding of a value behind them."""
@@ -213,21 +170,20 @@ def rank_plans_on_mesh(
     backend: Any = None,
     timeout: float = DEFAULT_TIMEOUT,
     dropout_seed: int | None = None,
-    rows_multiple: int = 1,
     **options: Any,
 ) -> RankPlans:
     """Build the plans of a packed batch for this rank of a device mesh.
 
     Args:
         config, documents, algorithm, options: as for :func:`build_plans`.
-        mesh: device mesh of the context-parallel ranks, such as ``mesh["cp"]``.
-        backend, timeout, dropout_seed, rows_multiple: as for :class:`RankPlans`.
+        mesh: device mesh of the context-parallel ranks, such as ``mesh["cp"]``; None: one process alone.
+        backend, timeout, dropout_seed: as for :class:`RankPlans`.
 
     Raises:
         ConfigError: as for :func:`build_plans`, :class:`RankPlans` and Topology.from_mesh.
     """
-    plans = build_plans(config, documents, Topology.from_mesh(mesh), algorithm, **options)
-    return RankPlans(
-        plans, mesh.get_local_rank(), group=mesh.get_group(),
-        backend=backend, timeout=timeout, dropout_seed=dropout_seed, rows_multiple=rows_multiple,
-    )  # fmt: skip
+    topology, rank, group = Topology(), 0, None
+    if mesh is not None:
+        topology, rank, group = Topology.from_mesh(mesh), mesh.get_local_rank(), mesh.get_group()
+    plans = build_plans(config, documents, topology, algorithm, **options)
+    return RankPlans(plans, rank, group, backend, timeout, dropout_seed)

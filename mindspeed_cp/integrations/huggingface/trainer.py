@@ -16,36 +16,28 @@ with the rows in RepeatedRows as well, gives the mean over steps, each the mean 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.integrations.huggingface.batch import planned_batch
 from mindspeed_cp.integrations.huggingface.families import has_dropout
-from mindspeed_cp.layout import PackedTrajectories
 
-#: Settings of TrainingArguments, their only valid value, and why.
-_ARGUMENTS: tuple[tuple[str, Any, str], ...] = (
+#: Settings of TrainingArguments, or of what they hold, with their only valid value and why.
+_SETTINGS: tuple[tuple[str, Any, str], ...] = (
     ("per_device_train_batch_size", 1, "a row of the data set is one packed row"),
+    ("per_device_eval_batch_size", 1, "a row of the data set is one packed row"),  # where the Trainer evaluates
     ("train_sampling_strategy", "sequential", "the ranks of a group take the same row; shuffle the rows yourself"),
     ("dataloader_num_workers", 0, "a plan is bound to the process groups of this process"),
     ("remove_unused_columns", False, "rows are lists of documents"),
     ("average_tokens_across_devices", True, "the loss is divided by the labels of all processes"),
     ("label_smoothing_factor", 0.0, "the Trainer would shift labels itself"),
-)
-
-#: The same for a Trainer that evaluates.
-_EVALUATION: tuple[tuple[str, Any, str], ...] = (
-    ("per_device_eval_batch_size", 1, "a row of the data set is one packed row"),
-)
-
-#: Settings of TrainingArguments.accelerator_config, as above.
-_LOADER: tuple[tuple[str, Any, str], ...] = (
-    ("dispatch_batches", None, "each process cuts its own rows; a plan cannot be sent"),
-    ("split_batches", False, "a row of the data set is one packed row of one process"),
+    ("accelerator_config.dispatch_batches", None, "each process cuts its own rows; a plan cannot be sent"),
+    ("accelerator_config.split_batches", False, "a row of the data set is one packed row of one process"),
 )
 
 
@@ -54,7 +46,7 @@ class RepeatedRows(Dataset[dict[str, Any]]):
 
     Args:
         rows: packed rows; each is a list of documents with input_ids, labels and, in all of them, other keys of
-            shard_batch such as loss_mask; each [tokens].
+            planned_batch such as loss_mask; each [tokens].
         ranks: context-parallel ranks.
     """
 
@@ -91,22 +83,18 @@ class PlannedCollator:
         """Return the keyword arguments of the model for one row.
 
         Raises:
-            ConfigError: there are several rows, this is a worker process, or the row has no tokens or documents with
-                other keys.
+            ConfigError: there are several rows, or the row has no tokens or documents with other keys.
         """
         if len(rows) != 1 or "documents" not in rows[0]:
             raise ConfigError(
                 f"the collator got {len(rows)} rows; valid: 1 row of RepeatedRows, with per_device_train_batch_size=1 "
                 "and per_device_eval_batch_size=1"
             )
-        if get_worker_info() is not None:
-            raise ConfigError("dataloader_num_workers is above 0; valid: 0, as a plan is bound to process groups")
         documents = rows[0]["documents"]
-        if isinstance(documents, PackedTrajectories):
+        if not isinstance(documents, Sequence):
             raise ConfigError(
-                "a row is trajectories packed as trees, whose tokens the model's own loss, that of the Trainer, cannot "
-                "count; valid under the Trainer: lists of documents; for trees a loop of your own with "
-                "planned_trajectories and tree_loss"
+                f"row {rows[0]['number']} is a {type(documents).__name__}; valid under the Trainer, whose loss is the "
+                "model's own: lists of documents; for trees a loop of your own with planned_trajectories and tree_loss"
             )
         names = dict.fromkeys(("input_ids", "labels", *(name for document in documents for name in document)))
         for index, document in enumerate(documents):
@@ -154,10 +142,11 @@ def planned_callback(collator: PlannedCollator) -> Any:
                     "first step), or another Trainer and model for the evaluation"
                 )
             self.is_training = True
-            _check(args, _ARGUMENTS)
-            _check(getattr(args, "accelerator_config", None), _LOADER)
-            if getattr(args, "eval_strategy", "no") != "no" or getattr(args, "eval_on_start", False):
-                _check(args, _EVALUATION)
+            evaluates = getattr(args, "eval_strategy", "no") != "no" or getattr(args, "eval_on_start", False)
+            for name, valid, why in _SETTINGS:
+                value = reduce(lambda holder, part: getattr(holder, part, valid), name.split("."), args)
+                if value != valid and (value or valid is not None) and (evaluates or "eval" not in name):
+                    raise ConfigError(f"{name} is {value!r}; valid with planned batches: {valid!r} ({why})")
             model = others.get("model")
             if getattr(getattr(model, "config", None), "output_router_logits", False):
                 raise ConfigError(
@@ -169,11 +158,3 @@ def planned_callback(collator: PlannedCollator) -> Any:
             collator.epoch = int(state.epoch or 0)
 
     return PlannedCallback()
-
-
-def _check(settings: Any, rules: tuple[tuple[str, Any, str], ...]) -> None:
-    """Raise ConfigError for a setting that has another value than the valid one; a setting that is missing is valid."""
-    for name, valid, why in rules:
-        value = getattr(settings, name, valid)
-        if value != valid and not (valid is None and not value):
-            raise ConfigError(f"{name} is {value!r}; valid with planned batches: {valid!r} ({why})")

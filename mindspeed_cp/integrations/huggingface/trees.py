@@ -28,10 +28,11 @@ from torch.nn import functional as F
 from mindspeed_cp.comm import group_size
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.integrations.huggingface.batch import cut_batch, extended_digest
+from mindspeed_cp.integrations.huggingface.families import family_of
 from mindspeed_cp.integrations.huggingface.loss import check_vocabulary, loss_share
-from mindspeed_cp.integrations.huggingface.plans import ModelPlans, RankPlans, rank_plans_on_mesh
+from mindspeed_cp.integrations.huggingface.plans import RankPlans, rank_plans_on_mesh
 from mindspeed_cp.integrations.huggingface.rows import gather_numbered
-from mindspeed_cp.layout import Documents, PackedTrajectories, TreeTargets
+from mindspeed_cp.layout import PackedTrajectories, TreeTargets
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,41 +95,6 @@ class RankTargets:
         return torch.cat(listed)[offsets[self.trajectory_of_token] + self.index_of_token - 1]
 
 
-def shard_trajectories(
-    packed: PackedTrajectories,
-    plans: ModelPlans,
-    rank: int,
-    *,
-    weights: Sequence[Any] | None = None,
-    device: torch.device | str = "cpu",
-    **of_rank: Any,
-) -> tuple[dict[str, Any], RankTargets]:
-    """Return the rows of one context-parallel rank of trajectories packed as trees, and what they predict.
-
-    The first call of attention compares trajectories and weights of all ranks by their digest. With dropout a tree
-    token drops the same in all trajectories that share it, as it is computed once.
-
-    Args:
-        packed: ``Documents.from_trajectories(...)``, the same on all ranks of the group.
-        plans: result of :func:`build_plans` for ``packed.documents``.
-        rank: this rank in the context-parallel group.
-        weights: for each trajectory the weight of each of its tokens in the loss, [length] (the first is not used), or
-            one number; default: 1.
-        device: where the tensors are made.
-        of_rank: group, backend, timeout, dropout_seed and rows_multiple as for :class:`RankPlans`.
-
-    Returns:
-        Keyword arguments of the model: input_ids [1, t], position_ids on the paths from the roots, ``use_cache=False``
-        and ``plan``; and the targets.
-
-    Raises:
-        ConfigError: packed are no packed trajectories, the plans are for other documents or have a full mask, the
-            weights do not fit, or the rank is not that of this process in the group.
-    """
-    documents_of(packed)
-    return _cut_trajectories(packed, RankPlans(plans, rank, **of_rank), weights, device)
-
-
 def planned_trajectories(
     packed: PackedTrajectories,
     config: Any,
@@ -136,59 +102,46 @@ def planned_trajectories(
     algorithm: str = "hierarchical",
     *,
     weights: Sequence[Any] | None = None,
-    device: torch.device | str | None = None,
     **arguments: Any,
 ) -> tuple[dict[str, Any], RankTargets]:
-    """Build the plans of trajectories packed as trees, and return this rank's rows and targets.
+    """Build the plans of trajectories packed as trees, and return this rank's rows and what they predict.
+
+    The first call of attention compares trajectories and weights of all ranks by their digest. With dropout a tree
+    token drops the same in all trajectories that share it, as it is computed once.
 
     Args:
-        packed, weights: as for :func:`shard_trajectories`.
+        packed: ``Documents.from_trajectories(...)``, the same on all ranks of the mesh.
         config, mesh, algorithm, arguments: as for :func:`rank_plans_on_mesh`.
-        device: where the tensors are made; default: the mesh's.
+        weights: for each trajectory the weight of each of its tokens in the loss, [length] (the first is not used), or
+            one number; default: 1.
 
     Returns:
-        As :func:`shard_trajectories`.
+        Keyword arguments of the model, on the mesh's device: input_ids [1, t], position_ids on the paths from the
+        roots, ``use_cache=False`` and ``plan``; and the targets.
 
     Raises:
-        ConfigError: as for :func:`rank_plans_on_mesh` and :func:`shard_trajectories`.
+        ConfigError: as for :func:`rank_plans_on_mesh`; packed are no packed trajectories, the model has a full mask, or
+            the weights do not fit.
     """
-    rank_plans = rank_plans_on_mesh(config, documents_of(packed), mesh, algorithm, **arguments)
-    return _cut_trajectories(packed, rank_plans, weights, mesh.device_type if device is None else device)
-
-
-def documents_of(packed: object) -> Documents:
-    """Return the documents of packed trajectories. Raises ConfigError for anything else."""
     if not isinstance(packed, PackedTrajectories):
         raise ConfigError(f"packed is a {type(packed).__name__}; valid: Documents.from_trajectories(token lists)")
-    return packed.documents
-
-
-def _cut_trajectories(
-    packed: PackedTrajectories, rank_plans: RankPlans, weights: Sequence[Any] | None, device: torch.device | str
-) -> tuple[dict[str, Any], RankTargets]:
-    plans = rank_plans.plans
-    if plans.documents != packed.documents:
+    if family_of(config).mask != "causal":
         raise ConfigError(
-            f"the trajectories are {packed.documents!r}, but the plans are for {plans.documents!r}; valid: "
-            "build_plans(model.config, packed.documents, ...)"
-        )
-    if plans.mask != "causal":
-        raise ConfigError(
-            "the plans have a full mask, under which a row sees the token that it would predict; valid: plans of a "
-            "model with a causal mask"
+            f"model_type is {config.model_type!r}, whose full mask lets a row see the token that it would predict; "
+            "valid: a model with a causal mask"
         )
     weights_of_targets = packed.targets.weights(weights)
+    rank_plans = rank_plans_on_mesh(config, packed.documents, mesh, algorithm, **arguments)
+    device = "cpu" if mesh is None else mesh.device_type
     tokens = torch.from_numpy(packed.tokens)[None].to(device)
-    check_vocabulary("packed", tokens, plans.vocabulary)
-    rows = cut_batch({"input_ids": tokens}, rank_plans, np.ones(tokens.shape, bool))
+    check_vocabulary("packed", tokens, rank_plans.plans.vocabulary)
+    rows = cut_batch({"input_ids": tokens}, rank_plans)
     for integers in (np.concatenate(packed.tree_tokens), weights_of_targets.view(np.int64)):
         rank_plans.batch_digest = extended_digest(rank_plans.batch_digest or 0, torch.from_numpy(integers))
     return rows, _rank_targets(packed.targets, weights_of_targets, rank_plans, device)
 
 
-def _rank_targets(
-    targets: TreeTargets, weights: np.ndarray, rank_plans: RankPlans, device: torch.device | str
-) -> RankTargets:
+def _rank_targets(targets: TreeTargets, weights: np.ndarray, rank_plans: RankPlans, device: str) -> RankTargets:
     """Return what the rows of a rank predict; `weights` are those of all targets, fp64."""
     numbers, rows = targets.of_rows(rank_plans.plans.layout.tokens(rank_plans.rank))
     local = np.full(len(targets), -1)
@@ -229,7 +182,7 @@ def sum_weights(targets: RankTargets | Iterable[RankTargets], group: dist.Proces
     """
     batches = [targets] if isinstance(targets, RankTargets) else list(targets)
     if not batches or not all(isinstance(batch, RankTargets) for batch in batches):
-        raise ConfigError("targets has none of a batch; valid: what shard_trajectories or planned_trajectories returns")
+        raise ConfigError("targets has none of a batch; valid: what planned_trajectories returns")
     weights = torch.cat([batch.weights for batch in batches])
     sums = torch.stack([weights.sum(), (weights < 0).sum().to(weights.dtype)])
     if group_size(group) > 1:
@@ -252,7 +205,7 @@ def tree_loss(
 
     Args:
         logits: [1, t, vocabulary] of this rank.
-        targets: result of :func:`shard_trajectories`.
+        targets: result of :func:`planned_trajectories`.
         divisor: result of :func:`sum_weights`, or a number of your own, the same on all ranks; 0 counts as 1.
         group: as for :func:`sum_weights`.
 
@@ -276,7 +229,7 @@ def target_log_probs(logits: Tensor, targets: RankTargets) -> Tensor:
 
     Args:
         logits: [1, t, vocabulary] of this rank.
-        targets: result of :func:`shard_trajectories`.
+        targets: result of :func:`planned_trajectories`.
 
     Returns:
         fp32 [n].
@@ -302,7 +255,7 @@ def trajectory_log_probs(log_probs: Tensor, targets: RankTargets, gradient_facto
 
     Args:
         log_probs: result of :func:`target_log_probs`, [n].
-        targets: result of :func:`shard_trajectories`.
+        targets: result of :func:`planned_trajectories`.
         gradient_factor: factor of gradients in the backward pass; the number of ranks of the group where gradients are
             averaged over them afterwards, as DDP and FSDP do, and losses over replicas alone.
 

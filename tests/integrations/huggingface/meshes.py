@@ -150,24 +150,3 @@ def planned_steps(
         for key, x in wrapped.named_parameters()
     }
     return losses, {key: x.detach().clone() for key, x in weights.items()}
-
-
-def skipped_step(rank: int, group: Any, kind: str) -> tuple[float, float]:
-    """A step whose scaled gradients overflow on some rank: the largest change of a weight, and the scale after it."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
-    model = make_model(make_config("llama"), cp.register())
-    wrapped = wrap(model, kind, mesh)
-    before = [x.detach().clone() for x in wrapped.parameters()]
-    optimizer, scaler = sgd(wrapped), torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    ((lengths, batch), *_) = batches_of(0, mesh["dp"].get_local_rank())
-    described = {**batch, "cu_seq_lens_q": torch.tensor([0, *lengths]).cumsum(0)}
-    rows, labels = cp.planned_batch(described, model.config, mesh["cp"], "direct")
-    share = cp.loss(wrapped(**rows).logits, labels, cp.count_labels(labels))
-    scaler.scale(share * (1e36 if rank == 2 else 1.0)).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    changes = [x.detach() - y for x, y in zip(wrapped.parameters(), before, strict=True)]
-    return max(float((x.to_local() if isinstance(x, DTensor) else x).abs().max()) for x in changes), scaler.get_scale()

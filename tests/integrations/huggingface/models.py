@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-from mindspeed_cp import Documents, Topology
+from mindspeed_cp import Documents
 from mindspeed_cp.integrations import huggingface as cp
 
 VOCABULARY = 61
@@ -85,6 +87,14 @@ class Step:
         return float(torch.stack([gradient.norm() for gradient in self.gradients.values()]).norm())
 
 
+def mesh_of(ranks: int = 1, rank: int = 0, group: Any = None) -> Any:
+    """Mesh of context-parallel ranks as one of them sees it, without processes unless there is a group."""
+    return SimpleNamespace(
+        mesh=np.arange(ranks), mesh_dim_names=("cp",), size=lambda: ranks, get_local_rank=lambda: rank,
+        get_group=lambda: group, device_type="cpu",
+    )  # fmt: skip
+
+
 def whole_batch(lengths: tuple[int, ...], seed: int = 3) -> dict[str, torch.Tensor]:
     """One packed row; some labels are ignored."""
     generator = torch.Generator().manual_seed(seed)
@@ -132,10 +142,10 @@ def planned_step(
     if checkpoint:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     ranks = 1 if group is None else group.size()
-    plans = cp.build_plans(model.config, Documents(lengths), Topology(1, ranks), algorithm, **options or {})
-    batch = cp.shard_batch(whole_batch(lengths), plans, rank, group=group, dropout_seed=11)
-    labels = batch.pop("shift_labels", None)
-    labels = batch.pop("labels") if labels is None else labels
+    mesh, documents = mesh_of(ranks, rank, group), Documents(lengths)
+    batch, labels = cp.planned_batch(
+        whole_batch(lengths), model.config, mesh, algorithm, documents=documents, dropout_seed=11, **options or {}
+    )
     share = cp.loss(model(**batch).logits, labels, cp.count_labels(labels, group), group)
     share.backward()
     gradients = {key: x.grad / ranks for key, x in model.named_parameters() if x.grad is not None}

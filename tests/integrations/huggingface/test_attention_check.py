@@ -8,11 +8,11 @@ import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from mindspeed_cp import ConfigError, Documents, Topology
+from mindspeed_cp import ConfigError, Documents
 from mindspeed_cp.errors import CorruptionError
 from mindspeed_cp.integrations import huggingface as cp
 from mindspeed_cp.integrations.huggingface import attention as module
-from tests.integrations.huggingface.models import make_config, make_model, whole_batch
+from tests.integrations.huggingface.models import make_config, make_model, mesh_of, whole_batch
 
 BATCHES = 6
 
@@ -24,15 +24,15 @@ def train(rank: int, group: Any, name: str, every: int, factor: float, recompute
     model, errors = make_model(make_config(name, **one_layer), cp.register(check_attention=every)).train(), []
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": recompute == "reentrant"})
-    plans = cp.build_plans(model.config, Documents((19, 5, 23)), Topology(1, 3), "ring")
+    documents = Documents((19, 5, 23))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "BATCH_CHECKS", module.BatchChecks())
         module.BATCH_CHECKS.every = every
         wrong = factor if rank == 1 else 1.0
         patch.setattr(module, "context_parallel_attention", lambda *a, **named: right(*a, **named) * wrong)
         for number in range(1, BATCHES + 1):
-            rows = cp.shard_batch(whole_batch((19, 5, 23)), plans, rank, group=group)
-            labels = rows.pop("shift_labels")
+            batch, mesh = whole_batch((19, 5, 23)), mesh_of(3, rank, group)
+            rows, labels = cp.planned_batch(batch, model.config, mesh, "ring", documents=documents)
             loss = cp.loss(model(**rows).logits, labels, cp.count_labels(labels, group), group)
             try:
                 loss.backward()

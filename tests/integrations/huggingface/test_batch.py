@@ -13,19 +13,22 @@ import torch
 
 from mindspeed_cp import ConfigError, Documents, Topology
 from mindspeed_cp.integrations import huggingface as cp
-from tests.integrations.huggingface.models import make_config, make_model, whole_batch
+from tests.integrations.huggingface.models import make_config, make_model, mesh_of, whole_batch
 
 CONFIG = make_config("llama")
 
 
-def plans_for(documents: Documents, ranks: int = 3, name: str = "llama") -> cp.ModelPlans:
-    return cp.build_plans(make_config(name), documents, Topology(1, ranks), "ring")
+def rows_of(batch: dict, documents: Any = None, rank: int = 0, ranks: int = 3, name: str = "llama", **arguments: Any) -> dict:  # fmt: skip
+    """The rows of a rank, and its labels."""
+    config = make_config(name)
+    rows, labels = cp.planned_batch(batch, config, mesh_of(ranks, rank), "ring", documents=documents, **arguments)
+    return {**rows, "labels": labels}
 
 
-def assembled(batch: dict, plans: cp.ModelPlans, key: str) -> torch.Tensor:
+def assembled(batch: dict, key: str, documents: Any = None, name: str = "llama") -> torch.Tensor:
     """The rows of all ranks under a key, in the order of tokens."""
-    ranks = [cp.shard_batch(batch, plans, rank) for rank in range(plans.layout.ranks)]
-    return plans.layout.unshard([rows[key][0][: rows["plan"].rows] for rows in ranks])
+    ranks = [rows_of(batch, documents, rank, name=name) for rank in range(3)]
+    return ranks[0]["plan"].plans.layout.unshard([rows[key][0][: rows["plan"].rows] for rows in ranks])
 
 
 def padded() -> dict[str, torch.Tensor]:
@@ -40,19 +43,15 @@ def padded() -> dict[str, torch.Tensor]:
 
 def test_rows_without_padding_are_documents() -> None:
     batch = padded()
-    documents = cp.documents_of_batch(batch)
-    assert documents == Documents([3, 2, 4])
-    plans = plans_for(documents)
-    assert assembled(batch, plans, "input_ids").tolist() == [1, 2, 3, 7, 8, 9, 10, 11, 12]
-    assert assembled(batch, plans, "shift_labels").tolist() == [10, 15, -100, 40, -100, 50, 55, 60, -100]
-    assert assembled(batch, plans, "position_ids").tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3]
+    assert cp.documents_of_batch(batch) == Documents([3, 2, 4])
+    assert assembled(batch, "input_ids").tolist() == [1, 2, 3, 7, 8, 9, 10, 11, 12]
+    assert assembled(batch, "labels").tolist() == [10, 15, -100, 40, -100, 50, 55, 60, -100]
+    assert assembled(batch, "position_ids").tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3]
     assert cp.documents_of_batch({"input_ids": batch["input_ids"]}) == Documents([4, 4, 4])
 
 
 def test_a_full_mask_keeps_labels_where_they_are() -> None:
-    batch = padded()
-    plans = plans_for(cp.documents_of_batch(batch), name="bert")
-    assert assembled(batch, plans, "labels").tolist() == [5, 10, 15, 35, 40, 45, 50, 55, 60]
+    assert assembled(padded(), "labels", name="bert").tolist() == [5, 10, 15, 35, 40, 45, 50, 55, 60]
 
 
 def test_the_flattening_collator_of_transformers_says_documents() -> None:
@@ -62,12 +61,10 @@ def test_the_flattening_collator_of_transformers_says_documents() -> None:
     plain = DataCollatorWithFlattening()(rows)
     flat = DataCollatorWithFlattening(return_flash_attn_kwargs=True)(rows)
     for batch in (plain, flat):
-        documents = cp.documents_of_batch(batch)
-        assert documents == Documents([5, 1, 9])
-        plans = plans_for(documents)
-        assert assembled(batch, plans, "input_ids").tolist() == [*range(1, 6), 1, *range(1, 10)]
+        assert cp.documents_of_batch(batch) == Documents([5, 1, 9])
+        assert assembled(batch, "input_ids").tolist() == [*range(1, 6), 1, *range(1, 10)]
         # The collator itself ignores the first token of each document; what the last one predicts is ignored here.
-        assert assembled(batch, plans, "shift_labels").tolist() == [2, 3, 4, 5, -100, -100, *range(2, 10), -100]
+        assert assembled(batch, "labels").tolist() == [2, 3, 4, 5, -100, -100, *range(2, 10), -100]
 
 
 def test_other_tensors_over_tokens_are_cut_with_them() -> None:
@@ -75,13 +72,12 @@ def test_other_tensors_over_tokens_are_cut_with_them() -> None:
     weights, embeds = torch.rand(1, 13), torch.rand(1, 13, 4)
     positions = torch.arange(39).reshape(3, 1, 13)
     batch = {"inputs_embeds": embeds, "weights": weights, "position_ids": positions, "labels": None}
-    plans = plans_for(documents)
-    assert torch.equal(assembled(batch, plans, "weights"), weights[0])
-    assert torch.equal(assembled(batch, plans, "inputs_embeds"), embeds[0])
+    assert torch.equal(assembled(batch, "weights", documents), weights[0])
+    assert torch.equal(assembled(batch, "inputs_embeds", documents), embeds[0])
     for rank in range(3):
-        rows = cp.shard_batch(batch, plans, rank)
-        assert torch.equal(rows["position_ids"][:, 0], positions[:, 0, plans.layout.tokens(rank)])
-        assert "labels" not in rows and rows["use_cache"] is False
+        rows = rows_of(batch, documents, rank)
+        assert torch.equal(rows["position_ids"][:, 0], positions[:, 0, rows["plan"].plans.layout.tokens(rank)])
+        assert rows["labels"] is None and rows["use_cache"] is False
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32])
@@ -90,25 +86,24 @@ def test_a_loss_mask_leaves_its_tokens_out(dtype: torch.dtype) -> None:
     mask = torch.tensor([[1, 1, 0, 0, 1, 1, 0, 1, 1]]).to(dtype)
     batch = {"input_ids": tokens, "labels": tokens, "loss_mask": mask}
     # Token i is learned by the row before it: the masks of 12 and 13, and of the first token of the second document.
-    causal = plans_for(Documents([4, 5]))
-    assert assembled(batch, causal, "shift_labels").tolist() == [11, -100, -100, -100, 15, -100, 17, 18, -100]
-    full = plans_for(Documents([4, 5]), name="bert")
-    assert assembled(batch, full, "labels").tolist() == [10, 11, -100, -100, 14, 15, -100, 17, 18]
-    assert "loss_mask" not in cp.shard_batch(batch, causal, 0)
+    documents = Documents([4, 5])
+    assert assembled(batch, "labels", documents).tolist() == [11, -100, -100, -100, 15, -100, 17, 18, -100]
+    assert assembled(batch, "labels", documents, "bert").tolist() == [10, 11, -100, -100, 14, 15, -100, 17, 18]
+    assert "loss_mask" not in rows_of(batch, documents)
 
 
 def test_loss_masks_that_fit_no_labels_are_refused() -> None:
-    plans, tokens = plans_for(Documents([9])), torch.arange(9)[None]
+    tokens = torch.arange(9)[None]
     with pytest.raises(ConfigError, match="loss_mask and no labels; valid: labels as well"):
-        cp.shard_batch({"input_ids": tokens, "loss_mask": tokens > 3}, plans, 0)
+        rows_of({"input_ids": tokens, "loss_mask": tokens > 3})
     with pytest.raises(ConfigError, match="loss_mask has other values than 0 and 1; valid: 0 and 1; weights of"):
-        cp.shard_batch({"input_ids": tokens, "labels": tokens, "loss_mask": tokens * 0.5}, plans, 0)
+        rows_of({"input_ids": tokens, "labels": tokens, "loss_mask": tokens * 0.5})
     with pytest.raises(ConfigError, match=r"loss_mask has shape \[1, 8\]; valid: \[1, 9\]"):
-        cp.shard_batch({"input_ids": tokens, "labels": tokens, "loss_mask": tokens[:, :8] > 3}, plans, 0)
+        rows_of({"input_ids": tokens, "labels": tokens, "loss_mask": tokens[:, :8] > 3})
 
 
 def wrong_call(rank: int, group: Any, fault: str) -> str:
-    """What a rank says to a batch that only rank 1 has otherwise, or to a rank that is not its own."""
+    """What a rank says to a batch that only rank 1 has otherwise."""
     lengths = (9, 5, 13)
     batch = whole_batch(lengths)
     if rank == 1 and fault in ("tokens", "labels"):
@@ -116,10 +111,8 @@ def wrong_call(rank: int, group: Any, fault: str) -> str:
         batch[name][0, [3, 4]] = batch[name][0, [4, 3]]
     model = make_model(make_config("llama"), cp.register())
     try:
-        plans = cp.build_plans(model.config, Documents(lengths), Topology(1, 3), "ring")
-        rows = cp.shard_batch(batch, plans, (rank + (fault == "rank")) % 3, group=group)
-        rows.pop("shift_labels")
-        model(**rows)
+        mesh = mesh_of(3, rank, group)
+        model(**cp.planned_batch(batch, model.config, mesh, "ring", documents=Documents(lengths))[0])
     except ConfigError as error:
         return str(error)
     return "trains"
@@ -127,10 +120,9 @@ def wrong_call(rank: int, group: Any, fault: str) -> str:
 
 @pytest.mark.parametrize(
     ("fault", "says"),
-    [("tokens", "batch_digest: rank 1 has"), ("labels", "batch_digest: rank 1 has"), ("none", "trains"),
-     ("rank", r"^rank is \d, but this process is rank \d of the group; valid: group=mesh")],
-)  # fmt: skip
-def test_ranks_with_other_tokens_or_another_number_are_found(pool, fault: str, says: str) -> None:
+    [("tokens", "batch_digest: rank 1 has"), ("labels", "batch_digest: rank 1 has"), ("none", "trains")],
+)
+def test_ranks_with_other_tokens_are_found(pool, fault: str, says: str) -> None:
     assert (whole_batch((9, 5, 13))["labels"][0, [3, 4]] >= 0).all()  # an exchange that a plain sum would not show
     for text in pool.run(3, wrong_call, fault):
         assert re.search(says, text)
@@ -149,26 +141,18 @@ def test_padding_has_no_part_in_the_digest() -> None:
         "input_ids": torch.tensor([[7, 1, 2, 3], [7, 7, 4, 5]]),
         "attention_mask": torch.tensor([[0, 1, 1, 1], [0, 0, 1, 1]]),
     }
-    plans = plans_for(Documents([3, 2]))
-    digests = {cp.shard_batch(batch, plans, 0)["plan"].batch_digest for batch in (packed, rows, wide)}
+    digests = {rows_of(batch)["plan"].batch_digest for batch in (packed, rows, wide)}
     assert len(digests) == 1
-    other = cp.shard_batch({**packed, "input_ids": torch.tensor([[1, 2, 3, 5, 4]])}, plans, 0)["plan"].batch_digest
+    other = rows_of({**packed, "input_ids": torch.tensor([[1, 2, 3, 5, 4]])})["plan"].batch_digest
     assert other not in digests
 
 
-def test_rows_are_padded_to_a_multiple_and_never_none() -> None:
-    plans = plans_for(Documents([1]), ranks=3)
-    counts = plans.layout.token_counts.tolist()
-    assert sorted(counts) == [0, 0, 1]
+def test_a_rank_without_rows_has_one_of_padding() -> None:
+    token = torch.ones(1, 1, dtype=torch.int64)
     for rank in range(3):
-        rows = cp.shard_batch(
-            {"input_ids": torch.ones(1, 1, dtype=torch.int64), "labels": torch.ones(1, 1, dtype=torch.int64)},
-            plans,
-            rank,
-            rows_multiple=4,
-        )
-        assert rows["input_ids"].shape == (1, 4) and rows["shift_labels"].tolist() == [[-100] * 4]
-        assert cp.shard_batch({"input_ids": torch.ones(1, 1)}, plans, rank)["input_ids"].shape == (1, 1)
+        rows = rows_of({"input_ids": token, "labels": token}, rank=rank)
+        assert sorted(rows["plan"].plans.layout.token_counts.tolist()) == [0, 0, 1]
+        assert rows["input_ids"].shape == (1, 1) and rows["labels"].tolist() == [[-100]]
 
 
 TOKENS = torch.zeros(1, 9, dtype=torch.int64)
@@ -182,11 +166,11 @@ ERRORS = [
     ({"input_ids": TOKENS, "labels": [[0] * 9]}, "labels is a list; valid: a tensor"),
     ({"input_ids": TOKENS, "position_ids": torch.arange(5)[None]}, r"position_ids has shape \[1, 5\]; valid: \[1, 9\], or"),
     ({"input_ids": TOKENS, "position_ids": torch.arange(5)}, r"position_ids has shape \[5\]; valid: \[1, 9\], or"),
-    ({"input_ids": TOKENS, "position_ids": torch.arange(9)}, r"the batch has Documents\(\[9\].* but the plans are for"),
+    ({"input_ids": TOKENS, "position_ids": torch.arange(9)}, r"the batch has Documents\(\[9\].* but documents are"),
     ({"input_ids": TOKENS, "attention_mask": torch.tensor([[1, 1, 1, 2, 2, 3, 3, 3, 3]])}, "attention_mask has other values than 0 and 1"),
     ({"input_ids": TOKENS, "position_ids": torch.arange(4, 13)[None]}, "position_ids begin with 4 in a row; valid: 0, the first token of a document"),
-    ({"input_ids": TOKENS[:, :7]}, "the batch has 7 tokens, but the plans are for"),
-    ({"input_ids": TOKENS, "cu_seq_lens_q": torch.tensor([0, 4, 9])}, r"the batch has Documents\(\[4, 5\].* but the plans are for Documents\(\[3, 2, 4\]"),
+    ({"input_ids": TOKENS[:, :7]}, r"the batch has Documents\(\[7\], .* but documents are"),
+    ({"input_ids": TOKENS, "cu_seq_lens_q": torch.tensor([0, 4, 9])}, r"the batch has Documents\(\[4, 5\].* but documents are Documents\(\[3, 2, 4\]"),
     ({"input_ids": TOKENS, "cu_seq_lens_q": torch.tensor([0, 3, 5, 9]), "position_ids": torch.arange(9)[None]}, "position_ids says .*but cu_seq_lens_q says"),
     ({"input_ids": TOKENS, "attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1, 1, 1, 1]])}, "padding between tokens in row 0"),
     ({"input_ids": TOKENS, "attention_mask": torch.ones(1, 1, 9, 9)}, r"attention_mask has shape \[1, 1, 9, 9\]; valid: \[1, 9\]"),
@@ -197,17 +181,7 @@ ERRORS = [
 @pytest.mark.parametrize(("batch", "says"), ERRORS)
 def test_batches_that_do_not_fit_are_refused(batch: dict, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        cp.shard_batch(batch, plans_for(Documents([3, 2, 4])), 0)
-
-
-def test_ranks_and_plans_that_do_not_fit_are_refused() -> None:
-    plans = plans_for(Documents([3, 2, 4]))
-    with pytest.raises(ConfigError, match="rank is 3; valid: 0 to 2"):
-        cp.shard_batch({"input_ids": TOKENS}, plans, 3)
-    with pytest.raises(ConfigError, match="rows_multiple is 0"):
-        cp.shard_batch({"input_ids": TOKENS}, plans, 0, rows_multiple=0)
-    with pytest.raises(ConfigError, match="plans is a Plan; valid: the result of build_plans"):
-        cp.shard_batch({"input_ids": TOKENS}, plans.of_layer(0), 0)
+        rows_of(batch, Documents([3, 2, 4]))
 
 
 def test_shares_of_the_loss_add_up_to_the_mean() -> None:
@@ -224,7 +198,7 @@ def test_shares_of_the_loss_add_up_to_the_mean() -> None:
     with pytest.raises(ConfigError, match=r"logits have shape \[1, 9, 7\], labels \[1, 4\]"):
         cp.loss(logits, labels[:, :4], count)
     for labels in ([], None, [None]):
-        with pytest.raises(ConfigError, match="labels has no tensor; valid: shift_labels of shard_batch"):
+        with pytest.raises(ConfigError, match="labels has no tensor; valid: what planned_batch returns"):
             cp.count_labels(labels)
     with pytest.raises(ConfigError, match="labels has no tensor"):
         cp.loss(logits, None, count)
@@ -245,22 +219,22 @@ def test_labels_beyond_the_vocabulary_are_refused() -> None:
         labels = TOKENS.clone()
         labels[0, 4] = label
         with pytest.raises(ConfigError, match=f"labels has {label}; valid: 0 to 60, the model's vocabulary, or -100"):
-            cp.shard_batch({"input_ids": TOKENS, "labels": labels}, plans_for(Documents([9])), 0)
+            rows_of({"input_ids": TOKENS, "labels": labels})
         with pytest.raises(ConfigError, match=f"labels has {label}; valid: 0 to 60"):
             cp.loss(torch.zeros(1, 9, 61), labels, 9)
     packed = Documents.from_trajectories([[3, 4, 61], [3, 5]])
     with pytest.raises(ConfigError, match="packed has 61; valid: 0 to 60"):
-        cp.shard_trajectories(packed, plans_for(packed.documents, 1), 0)
+        cp.planned_trajectories(packed, CONFIG, None)
 
 
 def test_calls_without_a_plan_say_what_to_do() -> None:
     model = make_model(make_config("llama"), cp.register()).eval()
     with pytest.raises(ConfigError, match=r"attention_mask was given .*for generation .*sdpa"):
         model.generate(TOKENS, max_new_tokens=2)
-    with pytest.raises(ConfigError, match=r"plan is None; valid: .*planned_batch or shard_batch.*sdpa"):
+    with pytest.raises(ConfigError, match=r"plan is None; valid: .*planned_batch.*sdpa"):
         model(TOKENS)
     with pytest.raises(ConfigError, match=r"plan is a ModelPlans; valid: model\(\*\*rows\)"):
-        model(TOKENS, plan=plans_for(Documents([9])), use_cache=False)
+        model(TOKENS, plan=cp.build_plans(CONFIG, Documents([9]), Topology()), use_cache=False)
 
 
 def test_attention_of_published_sizes() -> None:

@@ -8,7 +8,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 import torch
 
-from mindspeed_cp import Documents, Topology
+from mindspeed_cp import Documents
 from mindspeed_cp.integrations import huggingface as cp
 from tests.integrations.huggingface.models import make_config, make_model, whole_batch
 
@@ -18,8 +18,7 @@ LENGTHS = (9, 4)
 def parts() -> tuple[torch.nn.Module, dict, torch.Tensor]:
     cp.register()
     model = make_model(make_config("llama"), cp.IMPLEMENTATION)
-    batch = cp.shard_batch(whole_batch(LENGTHS), cp.build_plans(model.config, Documents(LENGTHS), Topology(1, 1)), 0)
-    return model, batch, batch.pop("shift_labels")
+    return model, *cp.planned_batch(whole_batch(LENGTHS), model.config, None, documents=Documents(LENGTHS))
 
 
 def test_a_compiled_model_gives_the_same_loss_and_gradients() -> None:

@@ -14,13 +14,12 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from mindspeed_cp import ConfigError, Documents, Topology
+from mindspeed_cp import ConfigError, Documents
 from mindspeed_cp.integrations import huggingface as cp
 from mindspeed_cp.integrations.ms_swift import use_plans
 from mindspeed_cp.integrations.verl import planned_engine
-from tests.integrations.huggingface.models import MODELS, VOCABULARY, Step, make_config, whole_batch
+from tests.integrations.huggingface.models import MODELS, VOCABULARY, Step, make_config, mesh_of, whole_batch
 from tests.integrations.peers.swift_double import SequenceParallel
-from tests.integrations.peers.test_verl import mesh_of
 from tests.integrations.peers.verl_double import Engine
 
 LENGTHS = (9, 5, 13)
@@ -40,8 +39,11 @@ def heads_of(name: str) -> list[type]:
 
 
 def rows_for(config: Any, batch: dict[str, torch.Tensor] | None = None, rank: int = 0, group: Any = None) -> dict[str, Any]:  # fmt: skip
-    plans = cp.build_plans(config, Documents(LENGTHS), Topology(1, group.size() if group else 1), "ring")
-    return cp.shard_batch(batch or {"input_ids": whole_batch(LENGTHS)["input_ids"]}, plans, rank, group=group)
+    mesh, batch = (
+        mesh_of(group.size() if group else 1, rank, group),
+        batch or {"input_ids": whole_batch(LENGTHS)["input_ids"]},
+    )
+    return cp.planned_batch(batch, config, mesh, "ring", documents=Documents(LENGTHS))[0]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -66,9 +66,7 @@ def run_with(change: Callable[[Any], None], **options: Any) -> None:
     """Run a model whose layers were changed."""
     cp.register()
     model = make_model(make_config(NAME), cp.IMPLEMENTATION)
-    plans = cp.build_plans(model.config, Documents(LENGTHS), Topology(1, 1), **options)
-    batch = cp.shard_batch(whole_batch(LENGTHS), plans, 0)
-    batch.pop("shift_labels")
+    batch, _ = cp.planned_batch(whole_batch(LENGTHS), model.config, None, documents=Documents(LENGTHS), **options)
     change(model.model.layers[1].self_attn)
     model(**batch)
 

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from transformers import masking_utils as hf
 
-from mindspeed_cp import ConfigError, Documents, Topology
+from mindspeed_cp import ConfigError, Documents
 from mindspeed_cp.integrations import huggingface as cp
 from mindspeed_cp.integrations.huggingface import attention as attention_module
 from mindspeed_cp.integrations.huggingface.masks import ModelMask, check_mask, compared_pairs
 from mindspeed_cp.plan import AttentionConfig
-from tests.integrations.huggingface.models import MODELS, make_config, make_model, whole_batch
+from tests.integrations.huggingface.models import MODELS, make_config, make_model, mesh_of, whole_batch
 
 #: Of full_attention and sliding_attention: keyword arguments of create_*_mask, or another maker of masks.
 Change = Callable[[np.ndarray], dict[str, Any]]
@@ -153,7 +153,7 @@ def test_a_mask_behind_a_wrapper_is_refused_or_right(
 ) -> None:
     assert len(MUTATIONS) >= 60
     model = model_of(cp.IMPLEMENTATION)
-    plans = cp.build_plans(model.config, Documents(lengths), Topology(1, ranks), "direct")
+    documents = Documents(lengths)
     if ranks > 1:  # no messages: only whether the mask is accepted
         empty = lambda q, k, v, *arguments, **others: torch.zeros(*q.shape[:2], v.shape[-1])  # noqa: E731
         monkeypatch.setattr(attention_module, "context_parallel_attention", empty)
@@ -162,8 +162,9 @@ def test_a_mask_behind_a_wrapper_is_refused_or_right(
         try:
             outputs = []
             for rank in range(ranks):
-                rows = cp.shard_batch(whole_batch(lengths), plans, rank)
-                outputs.append(wrapped(model, change(plans.layout.tokens(rank)), rows)[0])
+                batch, mesh = whole_batch(lengths), mesh_of(ranks, rank)
+                rows, _ = cp.planned_batch(batch, model.config, mesh, "direct", documents=documents)
+                outputs.append(wrapped(model, change(rows["plan"].plans.layout.tokens(rank)), rows)[0])
         except ConfigError as error:
             assert str(error).startswith("layer ") and "the model's mask" in str(error), number
             continue
@@ -220,7 +221,7 @@ def test_each_layer_kind_of_a_call_is_compared_once(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(masks_module, "_evaluate", lambda *arguments: (calls.append(1), evaluate(*arguments))[1])
     cp.register()
     model = make_model(make_config("gemma3", num_hidden_layers=6, layer_types=["sliding_attention", "full_attention"] * 3), cp.IMPLEMENTATION)  # fmt: skip
-    rows = cp.shard_batch(whole_batch((9, 4)), cp.build_plans(model.config, Documents([9, 4]), Topology(1, 1)), 0)
+    rows, _ = cp.planned_batch(whole_batch((9, 4)), model.config, None, documents=Documents([9, 4]))
     model(**rows)
     assert len(calls) == 2
 
@@ -247,34 +248,30 @@ def test_image_tokens_are_refused_and_served_by_blocks(implementation: Any) -> N
     kinds[:, 4:9] = 1
     wanted = eager(inputs_embeds=eager.get_input_embeddings()(ids), token_type_ids=kinds, use_cache=False).logits
     config, batch = model.config.text_config, {"inputs_embeds": model.get_input_embeddings()(ids).detach()}
-    text = cp.shard_batch(
-        {**batch, "token_type_ids": kinds}, cp.build_plans(config, Documents([20]), Topology(1, 1)), 0
-    )
+    text, _ = cp.planned_batch({**batch, "token_type_ids": kinds}, config, None)
     with pytest.raises(
         ConfigError, match=r"layer 0 .* query at position 4 see the key at position 5 .*Documents\(lengths, blocks"
     ):
         model(**text)
-    plans = cp.build_plans(config, Documents([20], blocks=[[4, 9]]), Topology(1, 1))
+    blocks = Documents([20], blocks=[[4, 9]])
     for rows in (batch, {**batch, "token_type_ids": kinds}):  # the plan's blocks alone, and those of the model as well
-        out = model(**cp.shard_batch(rows, plans, 0)).logits.detach()
+        out = model(**cp.planned_batch(rows, config, None, documents=blocks)[0]).logits.detach()
         assert float((out - wanted).abs().max()) < 1e-5
     other = kinds.roll(1, 1)
     with pytest.raises(ConfigError, match="the model's mask"):
-        model(**cp.shard_batch({**batch, "token_type_ids": other}, plans, 0))
-    text = cp.shard_batch(
-        {**batch, "token_type_ids": kinds * 0}, cp.build_plans(config, Documents([20]), Topology(1, 1)), 0
-    )
+        model(**cp.planned_batch({**batch, "token_type_ids": other}, config, None, documents=blocks)[0])
+    text, _ = cp.planned_batch({**batch, "token_type_ids": kinds * 0}, config, None)
     assert model(**text).logits.isfinite().all()  # a text without pictures
 
 
 def test_layers_without_a_mask_of_transformers_are_refused() -> None:
     model = model_of(cp.IMPLEMENTATION)
-    rows = cp.shard_batch(whole_batch((9, 4)), cp.build_plans(model.config, Documents([9, 4]), Topology(1, 1)), 0)
+    rows, _ = cp.planned_batch(whole_batch((9, 4)), model.config, None, documents=Documents([9, 4]))
     rows["attention_mask"] = {"full_attention": None, "sliding_attention": None}
     with pytest.raises(ConfigError, match=r"layer 0 .*attention_mask is None, .* cannot be compared"):
         model(**rows)
     llama = make_model(make_config("llama"), cp.IMPLEMENTATION)
-    rows = cp.shard_batch(whole_batch((9,)), cp.build_plans(llama.config, Documents([9]), Topology(1, 1)), 0)
+    rows, _ = cp.planned_batch(whole_batch((9,)), llama.config, None)
     with pytest.raises(ConfigError, match="attention_mask is a mask that was built for planned attention"):
         llama(**rows, attention_mask=ModelMask(hf.causal_mask_function))
 
@@ -291,20 +288,14 @@ def test_masks_of_all_families_are_accepted_on_any_rank(name: str, monkeypatch: 
         packs.append(Documents([30, 20], blocks=[[3, 9], [30, 34]]))
     for documents in packs:
         for ranks in (1, 2, 4):
-            plans = cp.build_plans(
-                model.config,
-                documents,
-                Topology(1, ranks),
-                "direct",
-                **({"latents": "off"} if name == "deepseek_v3" else {}),
-            )
+            options = {"latents": "off"} if name == "deepseek_v3" else {}
             for rank in range(ranks):
+                where = model.config, mesh_of(ranks, rank), "direct"
                 if documents.trees is None:
-                    rows = cp.shard_batch(
-                        {"input_ids": torch.ones(1, documents.tokens, dtype=torch.int64)}, plans, rank, rows_multiple=4
-                    )
+                    batch = {"input_ids": torch.ones(1, documents.tokens, dtype=torch.int64)}
+                    rows, _ = cp.planned_batch(batch, *where, documents=documents, **options)
                 else:
                     packed = Documents.from_trajectories([list(range(3, 12)) + [20 + i] * 8 for i in range(2)])
                     assert packed.documents == documents
-                    rows, _ = cp.shard_trajectories(packed, plans, rank)
+                    rows, _ = cp.planned_trajectories(packed, *where, **options)
                 model(**rows)

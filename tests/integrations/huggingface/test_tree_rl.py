@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from mindspeed_cp import Documents
 from tests.programs import run_programs
 
 ROOT = Path(__file__).parents[3]
@@ -62,21 +59,3 @@ def test_a_difference_ends_with_1() -> None:
     places = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     done = run(differing, **places)
     assert done.returncode == 1 and done.stdout.count("DIFFERS by more than -1.0") == 4, done.stderr[-3000:]
-
-
-def test_batches_are_what_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    from tree_rl_data import answers, branches
-
-    sizes = Namespace(seed=1, answers=8, prompt_tokens=20, answer_tokens=10, levels=4)
-    group = answers(0, sizes)
-    shared = Documents.from_trajectories([answer.tokens for answer in group])
-    assert len(group) == 8 and (shared.documents.roots == 0).all()  # one prompt
-    trace = branches(0, sizes)
-    packed = Documents.from_trajectories([path.tokens for path in trace])
-    assert packed.documents.trees is not None and packed.documents.trees.depths.max() >= 3
-    assert len(packed.documents.trees.leaves) == len(trace) > 2
-    for batch in (group, trace):
-        assert np.mean([path.advantage for path in batch]) == pytest.approx(0, abs=1e-6)
-        assert all(path.weights.sum() == pytest.approx(1) and path.weights[0] == 0 for path in batch)
-    assert [path.tokens.tolist() for path in branches(0, sizes)] == [path.tokens.tolist() for path in trace]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,9 +12,9 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 import torch
 
-from mindspeed_cp import ConfigError, Documents, Topology
+from mindspeed_cp import ConfigError, Documents
 from mindspeed_cp.integrations import huggingface as cp
-from tests.integrations.huggingface.models import Step, make_config
+from tests.integrations.huggingface.models import Step, make_config, mesh_of
 from tests.integrations.huggingface.trees import (
     differing_call,
     old_log_probs,
@@ -75,10 +76,6 @@ def test_losses_of_trajectories_with_advantages(pool, name: str, algorithm: str,
     assert abs(steps[0].loss - reference_step(name, "cross entropy").loss) > 0.1
 
 
-def test_padding_rows_predict_nothing(pool) -> None:
-    check(pool.run(2, tree_step, "qwen2", "cross entropy", "ring", (), 64), reference_step("qwen2", "cross entropy"))
-
-
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_replicas_with_trees_of_their_own(pool, kind: str) -> None:
     check(pool.run(4, wrapped_step, "llama", kind), reference_step("llama", "cross entropy", (0, 1)))
@@ -86,8 +83,8 @@ def test_replicas_with_trees_of_their_own(pool, kind: str) -> None:
 
 def test_dropout_is_that_of_one_rank_and_of_one_tree(pool) -> None:
     changes = {"attention_dropout": 0.3}
-    alone, *_ = pool.run(1, tree_step, "llama", "cross entropy", "ring", (), 1, changes)
-    check(pool.run(3, tree_step, "llama", "cross entropy", "direct", (), 1, changes), alone)
+    alone, *_ = pool.run(1, tree_step, "llama", "cross entropy", "ring", (), changes)
+    check(pool.run(3, tree_step, "llama", "cross entropy", "direct", (), changes), alone)
     assert alone.largest_error(reference_step("llama", "cross entropy")) > 1e-3
 
 
@@ -97,20 +94,20 @@ def test_ranks_with_other_trajectories_are_found(pool, fault: str) -> None:
         assert re.search("trains" if fault == "none" else "batch_digest: rank 1 has", text)
 
 
-def plans_for(documents: Documents, ranks: int = 3, name: str = "llama") -> cp.ModelPlans:
-    return cp.build_plans(make_config(name), documents, Topology(1, ranks), "ring")
+def planned(packed: Any, rank: int = 0, ranks: int = 1, name: str = "llama", weights: Any = None) -> tuple[dict[str, Any], cp.RankTargets]:  # fmt: skip
+    return cp.planned_trajectories(packed, make_config(name), mesh_of(ranks, rank), "ring", weights=weights)
 
 
 def test_targets_of_all_ranks_are_all_targets_once() -> None:
     batch = trajectories()
     packed = Documents.from_trajectories(batch)
-    plans, lengths = plans_for(packed.documents), [len(tokens) for tokens in batch]
+    lengths = [len(tokens) for tokens in batch]
     weights = token_weights(lengths)
     summed, seen = np.zeros(len(packed.targets)), np.zeros(len(packed.targets), int)
     tokens_seen, most_of_a_row = [], 0
     for rank in range(3):
-        rows, targets = cp.shard_trajectories(packed, plans, rank, weights=weights)
-        tokens = plans.layout.tokens(rank)
+        rows, targets = planned(packed, rank, 3, weights=weights)
+        tokens = rows["plan"].plans.layout.tokens(rank)
         assert rows["input_ids"][0].tolist() == packed.tokens[tokens].tolist()
         assert rows["position_ids"][0].tolist() == packed.positions[tokens].tolist()
         assert rows["use_cache"] is False and "labels" not in rows and "shift_labels" not in rows
@@ -135,21 +132,20 @@ def test_targets_of_all_ranks_are_all_targets_once() -> None:
 
 def test_a_rank_without_targets_has_a_loss_of_zero_with_gradients() -> None:
     packed = Documents.from_trajectories([[3, 4], [3, 5]])
-    plans = plans_for(packed.documents)
     for rank in range(3):
-        _, targets = cp.shard_trajectories(packed, plans, rank)
+        _, targets = planned(packed, rank, 3)
         logits = torch.randn(1, targets.plan.padded_rows, 61, requires_grad=True)
         share = cp.tree_loss(logits, targets, 2.0)
         share.backward()
         assert logits.grad is not None
         if not len(targets.rows):
             assert share == 0.0 and not logits.grad.any()
-    assert {len(cp.shard_trajectories(packed, plans, rank)[1].rows) for rank in range(3)} == {0, 2}
+    assert {len(planned(packed, rank, 3)[1].rows) for rank in range(3)} == {0, 2}
 
 
 def test_a_tree_is_a_loss_of_weights_and_a_divisor() -> None:
     packed = Documents.from_trajectories([[3, 4, 6], [3, 5], [3, 4]])
-    _, targets = cp.shard_trajectories(packed, plans_for(packed.documents, 1), 0, weights=[[9, 1, 2], 3.0, [9, 4]])
+    _, targets = planned(packed, weights=[[9, 1, 2], 3.0, [9, 4]])
     assert targets.labels.tolist() == [4, 5, 6] and targets.weights.tolist() == [5.0, 3.0, 2.0]
     logits = torch.randn(1, 4, 9, generator=torch.Generator().manual_seed(1))
     log_probs = logits[0].log_softmax(-1)
@@ -174,45 +170,34 @@ def test_weights_below_zero_are_refused_on_all_ranks(pool) -> None:
 
 def test_models_with_a_full_mask_are_refused() -> None:
     packed = Documents.from_trajectories(trajectories())
-    for name in ("bert", "modernbert"):
-        with pytest.raises(ConfigError, match=f"model_type is '{name}', .*valid: a model with a causal mask .*llama"):
-            plans_for(packed.documents, name=name)
     apart = Documents.from_trajectories([[3, 4], [5, 6]], must_share=False)
-    _, targets = cp.shard_trajectories(apart, plans_for(apart.documents, 1), 0)  # no tree is needed
-    assert targets.labels.tolist() == [4, 6]
-    with pytest.raises(ConfigError, match="a row sees the token that it would predict; valid: plans of a model with"):
-        cp.shard_trajectories(apart, plans_for(apart.documents, name="bert"), 0)
+    assert planned(apart)[1].labels.tolist() == [4, 6]  # no tree is needed
+    for name, documents in (("bert", packed), ("modernbert", packed), ("bert", apart)):
+        with pytest.raises(ConfigError, match=f"model_type is '{name}', .*valid: a model with a causal mask"):
+            planned(documents, name=name)
 
 
 def test_labels_that_are_shifted_inside_documents_are_refused() -> None:
     packed = Documents.from_trajectories(trajectories())
     tokens = torch.from_numpy(packed.tokens)[None]
-    with pytest.raises(ConfigError, match="predicted by its parent's last token; valid: shard_trajectories"):
-        cp.shard_batch({"input_ids": tokens, "labels": tokens}, plans_for(packed.documents), 0)
+    with pytest.raises(ConfigError, match="predicted by its parent's last token; valid: planned_trajectories"):
+        cp.planned_batch({"input_ids": tokens}, make_config("llama"), None, documents=packed.documents)
 
 
 def test_the_trainer_takes_no_trees() -> None:
     packed = Documents.from_trajectories(trajectories())
     collator = cp.PlannedCollator(make_config("llama"), None)
-    with pytest.raises(ConfigError, match=r"valid under the Trainer: lists of documents; for trees .*tree_loss"):
+    with pytest.raises(ConfigError, match=r"valid under the Trainer, .*: lists of documents; for trees .*tree_loss"):
         collator([cp.RepeatedRows([packed], 1)[0]])  # type: ignore[list-item]
 
 
 def test_trajectories_that_do_not_fit_are_refused() -> None:
     packed = Documents.from_trajectories(trajectories())
-    plans = plans_for(packed.documents)
-    _, targets = cp.shard_trajectories(packed, plans, 0)
-    with pytest.raises(ConfigError, match=r"packed is a list; valid: Documents.from_trajectories"):
-        cp.shard_trajectories(trajectories(), plans, 0)  # type: ignore[arg-type]
+    _, targets = planned(packed)
     with pytest.raises(ConfigError, match=r"packed is a list; valid: Documents.from_trajectories"):
         cp.planned_trajectories(trajectories(), make_config("llama"), None)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"the trajectories are Documents\(.*but the plans are for Documents\(\[9\]"):
-        cp.shard_trajectories(packed, plans_for(Documents([9])), 0)
-    with pytest.raises(ConfigError, match=r"the plans are for .*parents="):  # equal lengths, another tree
-        other = Documents(packed.documents.lengths, np.arange(-1, len(packed.documents) - 1))
-        cp.shard_trajectories(packed, plans_for(other), 0)
     with pytest.raises(ConfigError, match="weights has 2 entries; valid: one for each of the 11 trajectories"):
-        cp.shard_trajectories(packed, plans, 0, weights=[1.0, 2.0])
+        planned(packed, weights=[1.0, 2.0])
     with pytest.raises(ConfigError, match="values has 1 entries; valid: one for each of the 11 trajectories"):
         targets.values([1.0])
     with pytest.raises(ConfigError, match=r"values\[3\] has shape \[2\]; valid: one number, or \[26\]"):
@@ -221,5 +206,5 @@ def test_trajectories_that_do_not_fit_are_refused() -> None:
         cp.target_log_probs(torch.zeros(1, 9, 61), targets)
     with pytest.raises(ConfigError, match=r"log_probs have shape \[3\]; valid: \[\d+\], one for each target"):
         cp.trajectory_log_probs(torch.zeros(3), targets)
-    with pytest.raises(ConfigError, match="targets has none of a batch; valid: what shard_trajectories"):
+    with pytest.raises(ConfigError, match="targets has none of a batch; valid: what planned_trajectories"):
         cp.sum_weights([])

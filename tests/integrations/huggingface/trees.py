@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_cp import ConfigError, Documents, Topology
+from mindspeed_cp import ConfigError, Documents
 from mindspeed_cp.integrations import huggingface as cp
 from tests.integrations.huggingface.meshes import wrap
-from tests.integrations.huggingface.models import VOCABULARY, Step, make_config, make_model
+from tests.integrations.huggingface.models import VOCABULARY, Step, make_config, make_model, mesh_of
 
 CLIP = 0.1  # of ratios to old log-probabilities
 
@@ -109,18 +109,17 @@ def tree_step(
     kind: str,
     algorithm: str,
     olds: tuple[np.ndarray, ...] = (),
-    multiple: int = 1,
     changes: dict[str, Any] | None = None,
 ) -> Step:
     """One rank's step; gradients are averaged over the group, as DDP does."""
     batch, ranks = trajectories(), group.size()
     packed = Documents.from_trajectories(batch)
     model = make_model(make_config(name, **changes or {}), cp.register())
-    plans = cp.build_plans(model.config, packed.documents, Topology(1, ranks), algorithm)
     weights = token_weights([len(tokens) for tokens in batch])
-    rows, targets = cp.shard_trajectories(
-        packed, plans, rank, weights=weights, group=group, dropout_seed=11, rows_multiple=multiple
-    )
+    rows, targets = cp.planned_trajectories(
+        packed, model.config, mesh_of(ranks, rank, group), algorithm,
+        weights=weights, dropout_seed=11,
+    )  # fmt: skip
     share = loss_of_rank(kind, model(**rows).logits, targets, olds, weights, group)
     share.backward()
     gradients = {key: x.grad / ranks for key, x in model.named_parameters() if x.grad is not None}
@@ -184,8 +183,7 @@ def differing_call(rank: int, group: Any, fault: str) -> str:
     packed = Documents.from_trajectories(batch)
     model = make_model(make_config("llama"), cp.register())
     try:
-        plans = cp.build_plans(model.config, packed.documents, Topology(1, 3), "ring")
-        model(**cp.shard_trajectories(packed, plans, rank, weights=weights, group=group)[0])
+        model(**cp.planned_trajectories(packed, model.config, mesh_of(3, rank, group), "ring", weights=weights)[0])
     except ConfigError as error:
         return str(error)
     return "trains"
@@ -194,9 +192,8 @@ def differing_call(rank: int, group: Any, fault: str) -> str:
 def sum_of_negative_weights(rank: int, group: Any) -> str:
     """Return the error of sum_weights where one rank alone has targets with weights below 0."""
     packed = Documents.from_trajectories(trajectories())
-    plans = cp.build_plans(make_config("llama"), packed.documents, Topology(1, 2), "ring")
     weights = [1.0 - 2 * rank] * len(packed.tree_tokens)
-    _, targets = cp.shard_trajectories(packed, plans, rank, weights=weights, group=group)
+    _, targets = cp.planned_trajectories(packed, make_config("llama"), mesh_of(2, rank, group), "ring", weights=weights)
     try:
         return str(float(cp.sum_weights(targets, group)))
     except ConfigError as error:

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,7 +18,7 @@ import torch
 from mindspeed_cp import ConfigError
 from mindspeed_cp.integrations.huggingface.rows import gather_rows, packed_row_plans, slice_rows
 from mindspeed_cp.integrations.verl import planned_engine, register_engines
-from tests.integrations.huggingface.models import make_config, reference_step
+from tests.integrations.huggingface.models import make_config, mesh_of, reference_step
 from tests.integrations.peers.steps import round_trip, verl_step
 from tests.integrations.peers.verl_double import Engine
 
@@ -50,17 +49,6 @@ def test_slices_are_gathered_in_order(pool, lengths: tuple[int, ...]) -> None:
     for own, learned, whole in pool.run(3, round_trip, lengths, "ring"):
         assert torch.equal(own, positions) and torch.equal(learned, positions % 2 == 0)
         assert torch.equal(whole, torch.arange(3 * sum(lengths) * 2.0).reshape(3, -1, 2))
-
-
-def mesh_of(ranks: int) -> SimpleNamespace:
-    """A mesh without processes."""
-    return SimpleNamespace(
-        mesh=np.arange(ranks),
-        mesh_dim_names=("sp",),
-        size=lambda: ranks,
-        get_local_rank=lambda: 0,
-        get_group=lambda: None,
-    )
 
 
 def test_one_rank_is_the_engine_as_it_was() -> None:
