@@ -19,7 +19,7 @@ from mindspeed_cp import ConfigError
 from mindspeed_cp.cli.case import read_case
 from mindspeed_cp.cli.options import SimulateOptions
 from mindspeed_cp.megatron import PlannedAttention, megatron_imports, pretrain
-from mindspeed_cp.megatron.adaptors.local import stage_arguments
+from mindspeed_cp.megatron.adaptors.spec import stage_arguments
 from mindspeed_cp.megatron.pretrain import layers, step
 from mindspeed_cp.megatron.pretrain.layers import banner
 from tests.megatron.gpt import VOCABULARY, Suite, build, transformer_config

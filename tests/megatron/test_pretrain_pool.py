@@ -100,9 +100,9 @@ def test_the_pool_refuses_other_algorithms_and_losses_of_micro_batches(
 def test_a_rank_holds_at_most_one_and_a_half_shares(
     run: Callable[..., Namespace], alone: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from mindspeed_cp.megatron.adaptors import whole_batch
+    from mindspeed_cp.megatron.adaptors import batch as batch_module
 
-    monkeypatch.setattr(whole_batch.parallel_state, "get_context_parallel_rank", lambda: 0)
+    monkeypatch.setattr(batch_module.parallel_state, "get_context_parallel_rank", lambda: 0)
     for more, bound in (([], 36), (["max_seqlen_per_dp_cp_rank=30"], 30)):
         run(context_parallel_size=2, cp_plan_set=["algorithm=hierarchical", *more])
         _, params = pretrain.get_batch(iter([rows_of_replica(0)]), transformer_config(cp=2))

@@ -18,11 +18,10 @@ from mindspeed_cp import AttentionConfig, ConfigError, Plan, context_parallel_at
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.engine.call_agreement import CallAgreement
 from mindspeed_cp.megatron.adaptors.attentions import attention_config, with_model_sizes
-from mindspeed_cp.megatron.adaptors.packed import PackedPlanner
+from mindspeed_cp.megatron.adaptors.packed import PackedPlanner, params_of_equal_rows
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 from mindspeed_cp.megatron.adaptors.rotary import PlannedRotary, UncutGroup
 from mindspeed_cp.megatron.adaptors.settings import check_deterministic, check_model_config
-from mindspeed_cp.megatron.adaptors.without_plan import params_of_equal_rows
 from mindspeed_cp.ops.attention import backend_from_settings
 
 
@@ -90,7 +89,6 @@ class PlannedAttention(MegatronModule):
             parallel_state.
         suite: the section context_parallel_suite.
         alibi: linear biases instead of rotary positions; the slopes are those of all the model's heads.
-        packed_cut: how a data loader without plans cuts packed rows over the ranks, see :func:`install`.
 
     Attributes:
         softmax_offset: attention sinks of the heads of this tensor-parallel rank, under Megatron's name; a parameter
@@ -117,7 +115,6 @@ class PlannedAttention(MegatronModule):
         *,
         suite: SuiteSettings,
         alibi: bool = False,
-        packed_cut: str = "document",
     ) -> None:
         super().__init__(config=config)
         check_model_config(config, suite)
@@ -157,7 +154,7 @@ class PlannedAttention(MegatronModule):
         self.softmax_type = getattr(config, "softmax_type", "vanilla")  # from Megatron 0.16 on
         heads = self.attention.heads
         self.softmax_offset = learnable_sinks(config, tp_group.rank() * heads, heads, self.softmax_type)
-        self.packed = PackedPlanner(with_model_sizes(suite, config), (self.attention,), packed_cut)
+        self.packed = PackedPlanner(with_model_sizes(suite, config), (self.attention,))
         without_rope = getattr(config, "no_rope_freq", None)  # Megatron 0.12 has none
         self.rotates = not (without_rope and without_rope[layer_number - 1])
         self.installed = False
@@ -222,7 +219,7 @@ class PlannedAttention(MegatronModule):
             attn_mask_type: that of the constructor or None.
             attention_bias: None.
             packed_seq_params: result of planned_params. Or Megatron's plain PackedSeqParams, format "thd", for rows
-                that a data loader has cut as `packed_cut` says. May be None for "sbhd" if every rank holds the same
+                of which a data loader has cut every sequence. May be None for "sbhd" if every rank holds the same
                 even number of rows of each sequence, cut as Megatron cuts it (length divisible by 2 * cp).
 
         Returns:

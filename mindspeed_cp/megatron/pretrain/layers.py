@@ -24,9 +24,8 @@ from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.adaptors.attentions import launch_settings
 from mindspeed_cp.megatron.adaptors.core_attention import PlannedAttention
-from mindspeed_cp.megatron.adaptors.local import local_mtp_spec, local_spec, stage_arguments
 from mindspeed_cp.megatron.adaptors.model import install_model
-from mindspeed_cp.megatron.adaptors.spec import install
+from mindspeed_cp.megatron.adaptors.spec import install, local_mtp_spec, local_spec, stage_arguments
 from mindspeed_cp.megatron.patches.swap import replaced
 from mindspeed_cp.megatron.pretrain.options import suite_of
 
