@@ -11,8 +11,8 @@ import yaml
 
 from mindspeed_cp.algorithms import AUTO
 from mindspeed_cp.config import SuiteSettings
-from mindspeed_cp.config.aliases import read_algorithm
 from mindspeed_cp.config.candidates import SUITE_SECTION
+from mindspeed_cp.config.suite import read_algorithm
 from mindspeed_cp.convert.flag_table import (
     ADDED_FLAGS,
     ARITIES,

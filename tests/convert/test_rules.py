@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mindspeed_cp.algorithms import ALIASES
 from mindspeed_cp.config import SuiteSettings
-from mindspeed_cp.config.aliases import read_algorithm
+from mindspeed_cp.config.suite import read_algorithm
 from mindspeed_cp.convert import Change, convert_flags
 from mindspeed_cp.convert.flag_table import (
     ADDED_FLAGS,
