@@ -253,18 +253,9 @@ def _places_documents(given: Given) -> bool:
     return given.settings.get("algorithm") == "hierarchical"
 
 
-def _predicts_more_tokens(given: Given) -> bool:
-    return given.value("--mtp-num-layers", "0") not in ("0", "None")
-
-
-def _has_losses_of_experts(given: Given) -> bool:
-    kinds = given.value("--moe-router-load-balancing-type", "aux_loss").split()
-    weights = given.value("--moe-aux-loss-coeff", "0").split()
-    return _has_experts(given) and kinds != ["none"] and any(is_number_above(text, 0) for text in weights)
-
-
 def _schedules_samples(given: Given) -> bool:
-    hinders = _predicts_more_tokens(given) or _has_losses_of_experts(given)
+    config = Namespace(**_settings(given))
+    hinders = any(CONFIG_CONDITIONS[name](config) for name in ("multi-token prediction", "losses of experts"))
     return given.has(*_SCHEDULERS) and _places_documents(given) and not hinders
 
 
@@ -323,8 +314,6 @@ CONDITIONS: Mapping[str, Callable[[Given], bool]] = {
     "hybrid": lambda given: given.is_hybrid,
     "hybrid, above 1": lambda given: given.is_hybrid and given.has_windows_of_ranks,
     "`--set algorithm=hierarchical`": _places_documents,
-    "beside `--mtp-num-layers`": _predicts_more_tokens,
-    "experts, `--moe-aux-loss-coeff` other than 0": _has_losses_of_experts,
     "`--hybrid-context-parallel` or `--dynamic-context-parallel`, `--set algorithm=hierarchical`, neither "
     "`--mtp-num-layers` nor losses of experts": _schedules_samples,
     "learned positions without `--reset-position-ids`": _learns_positions,
@@ -426,6 +415,8 @@ def _settings(given: Given) -> dict[str, Any]:
         **{name: given.number(flag, 1) or 1 for name, flag in numbers.items()},
         **{name: given.number(flag, 0) or 0 for name, flag in counts.items()},
         **{name: given.has(flag_of(name)) for name in switches},
+        "moe_aux_loss_coeff": [_number(text) for text in given.value("--moe-aux-loss-coeff", "0").split()],
+        "moe_router_load_balancing_type": given.value("--moe-router-load-balancing-type", "aux_loss").split(),
         "q_lora_rank": given.value("--q-lora-rank") or None,
         "moe_token_dispatcher_type": given.value("--moe-token-dispatcher-type", "allgather"),
         "attention_dropout": _number(given.value("--attention-dropout", "0.1")),
