@@ -24,41 +24,6 @@ from mindspeed_cp.megatron.adaptors.rotary import PlannedRotary, UncutGroup
 from mindspeed_cp.megatron.adaptors.settings import check_deterministic, check_model_config
 from mindspeed_cp.ops.attention import backend_from_settings
 
-
-def learnable_sinks(
-    config: TransformerConfig, first_head: int, heads: int, softmax_type: str
-) -> torch.nn.Parameter | None:
-    """Return the parameter of a layer with softmax_type "learnable", drawn as Megatron draws it; None for others.
-
-    Args:
-        config: the model's settings.
-        first_head, heads: query heads of this tensor-parallel rank.
-        softmax_type: "vanilla", "off-by-one" or "learnable".
-    """
-    if softmax_type != "learnable":
-        return None
-    whole = torch.zeros(config.num_attention_heads)
-    if config.perform_initialization:
-        config.init_method(whole)  # of all heads, so that they do not depend on the number of ranks
-    device = None if config.use_cpu_initialization or not torch.cuda.is_available() else torch.cuda.current_device()
-    own = whole[first_head : first_head + heads].to(device=device, dtype=config.params_dtype, copy=True)
-    sinks = torch.nn.Parameter(own)
-    # Heads are split over tensor parallelism: norms of gradients count all ranks' sinks.
-    set_tensor_model_parallel_attributes(sinks, True, 0, 1)
-    return sinks
-
-
-def sharded_sinks(module: MegatronModule, prefix: str, sharded_offsets: Any, metadata: Any) -> Any:
-    """Return the sharded state of a layer's sinks, split over tensor parallelism, as Megatron's DotProductAttention."""
-    from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-
-    state = {"softmax_offset": module.softmax_offset}
-    groups = {"tp_group": module.tp_group}
-    if metadata is not None and "dp_cp_group" in metadata:
-        groups["dp_cp_group"] = metadata["dp_cp_group"]
-    return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets, **groups)
-
-
 _MASKS = {
     AttnMaskType.causal: "causal",
     AttnMaskType.padding_causal: "causal",
@@ -152,8 +117,7 @@ class PlannedAttention(MegatronModule):
             dropout=attention_dropout,
         )
         self.softmax_type = getattr(config, "softmax_type", "vanilla")  # from Megatron 0.16 on
-        heads = self.attention.heads
-        self.softmax_offset = learnable_sinks(config, tp_group.rank() * heads, heads, self.softmax_type)
+        self.softmax_offset = self._learnable_sinks(tp_group.rank() * self.attention.heads)
         self.packed = PackedPlanner(with_model_sizes(suite, config), (self.attention,))
         without_rope = getattr(config, "no_rope_freq", None)  # Megatron 0.12 has none
         self.rotates = not (without_rope and without_rope[layer_number - 1])
@@ -290,7 +254,29 @@ class PlannedAttention(MegatronModule):
         """Return the sinks for a distributed checkpoint, as Megatron's own core_attention stores them."""
         if self.softmax_offset is None:
             return super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        return sharded_sinks(self, prefix, sharded_offsets, metadata)
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        groups = {"tp_group": self.tp_group}
+        if metadata is not None and "dp_cp_group" in metadata:
+            groups["dp_cp_group"] = metadata["dp_cp_group"]
+        state, axes = {"softmax_offset": self.softmax_offset}, {"softmax_offset": 0}
+        return make_sharded_tensors_for_checkpoint(state, prefix, axes, sharded_offsets, **groups)
+
+    def _learnable_sinks(self, first_head: int) -> torch.nn.Parameter | None:
+        """Return the parameter of a layer with softmax_type "learnable", of this tensor-parallel rank's heads, drawn as
+        Megatron draws it; None for others."""
+        if self.softmax_type != "learnable":
+            return None
+        config = self.config
+        whole = torch.zeros(config.num_attention_heads)
+        if config.perform_initialization:
+            config.init_method(whole)  # of all heads, so that they do not depend on the number of ranks
+        device = None if config.use_cpu_initialization or not torch.cuda.is_available() else torch.cuda.current_device()
+        own = whole[first_head : first_head + self.attention.heads]
+        sinks = torch.nn.Parameter(own.to(device=device, dtype=config.params_dtype, copy=True))
+        # Heads are split over tensor parallelism: norms of gradients count all ranks' sinks.
+        set_tensor_model_parallel_attributes(sinks, True, 0, 1)
+        return sinks
 
     def _sink(self, q: Tensor) -> Tensor | None:
         """Return the sinks of this call, fp32 [heads]; None for a softmax without one."""

@@ -101,7 +101,7 @@ def check_arguments(args: Namespace, suite: SuiteSettings | None = None) -> None
 
 
 def _check_of_scripts(args: Namespace, suite: SuiteSettings) -> None:
-    """Raise ConfigError for settings of the suite and flags beside --cp-plan that Megatron's own scripts cannot take."""
+    """Raise ConfigError for settings and for flags beside --cp-plan that Megatron's own scripts cannot take."""
     interval = getattr(args, "cp_plan_check_attention", 0)
     check_count("cp_plan_check_attention", interval, least=0, what="a number of iterations")
     if suite.algorithm == AUTO:
