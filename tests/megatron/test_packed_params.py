@@ -25,7 +25,6 @@ from mindspeed_cp.megatron import (
 from mindspeed_cp.megatron.adaptors.batch import plan_cache
 from mindspeed_cp.megatron.adaptors.packed import build_plan_of_cut, refuse_documents_without_plan
 from tests.megatron.gpt import VOCABULARY, Suite, build, layer_spec, megatron, transformer_config
-from tests.megatron.models import FULL
 from tests.megatron.packed import cut_batch, ends, plain_params, zigzag_rows
 from tests.megatron.ranks import MegatronRanks, SilentGroup
 from tests.megatron.test_core_attention import attention, plan_for
@@ -193,44 +192,6 @@ def test_plans_are_proved_where_settings_say_so(alone: None, monkeypatch: pytest
     config = transformer_config()
     planned_batch_from({"tokens": torch.zeros(28)}, config, Suite(), 0)
     assert [plan.documents.lengths.tolist() for plan in proved] == [[8, 20]]
-
-
-def interleaved(rank: int, group: None, cp: int, sizes: list[list[int]], recompute: bool) -> list[bool]:
-    """Two micro-batches in flight at once, then each alone: are gradients the same, bit for bit?"""
-    with megatron(cp=cp):
-        config = transformer_config(cp=cp, **(FULL if recompute else {}))
-        model = install_model(build(config, install(layer_spec(config), Suite(context_parallel_size=cp))))
-        batches = []
-        for number, lengths in enumerate(sizes):
-            tokens = torch.randint(0, VOCABULARY, (sum(lengths),), generator=torch.Generator().manual_seed(number))
-            batches.append(cut_batch({"tokens": tokens, "labels": tokens}, lengths, "document", cp, rank))
-
-        def loss(number: int) -> torch.Tensor:
-            batch, params = batches[number]
-            out: torch.Tensor = model(
-                batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=params
-            )
-            return out.sum()
-
-        def gradients(*numbers: int) -> list[torch.Tensor]:
-            for number in numbers:
-                model.zero_grad()
-                (in_flight[number] if number in in_flight else loss(number)).backward()
-                results[number] = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
-            return [grad for number in sorted(results) for grad in results[number]]
-
-        results: dict[int, list[torch.Tensor]] = {}
-        in_flight = {0: loss(0), 1: loss(1)}
-        together = gradients(0, 1)
-        in_flight.clear()
-        apart = gradients(1, 0)
-        return [torch.equal(a, b) and bool(a.any()) for a, b in zip(together, apart, strict=True)]
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_micro_batches_in_flight_keep_their_documents(ranks: MegatronRanks, recompute: bool) -> None:
-    for same in ranks.run(2, interleaved, 2, [[16, 8, 4], [4, 12, 4, 8]], recompute):
-        assert same and all(same)
 
 
 def cut_otherwise(rank: int, group: None) -> str:

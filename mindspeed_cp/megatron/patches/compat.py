@@ -71,7 +71,7 @@ def _quantizes_fp8_alone(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 #: Module and attribute; first version that needs the patch, and first that does not; and a function of the present
-#: value (or ABSENT) and of whether Transformer Engine is installed, which gives the new value, ABSENT if none is needed.
+#: value (or ABSENT) and of whether Transformer Engine is installed, which gives the new value, or ABSENT.
 PATCHES: tuple[tuple[str, str, tuple[int, int], tuple[int, int], Callable[[Any, bool], Any]], ...] = (
     (
         "megatron.core.optimizer.distrib_optimizer", "quantize_param_shard", (0, 12), (0, 13),
