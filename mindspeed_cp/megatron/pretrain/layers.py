@@ -164,7 +164,7 @@ def transformer_config_of(args: Any) -> TransformerConfig:
 
 
 def print_banner(models: Sequence[nn.Module], args: Namespace, suite: SuiteSettings) -> None:
-    """Print a :func:`banner` and the command that models this launch, whose settings name no model, on the first rank."""
+    """Print a :func:`banner`, and the command that models this launch, on the first rank of all."""
     if dist.is_initialized() and dist.get_rank():
         return
     parallel: dict[str, int | str] = {"context_parallel_size": suite.context_parallel_size, "nodes": suite.nodes}
