@@ -60,8 +60,8 @@ def find_launch(recording: Recording, name: str) -> Launch:
     if not trainings:
         _refuse(recording, launches, name)
     if len(trainings) > 1:
-        shown = (shortened(" ".join((launch.entry or "", *launch.words)), _SHOWN) for launch in trainings)
-        listed = "; ".join(f"{number}: {text}" for number, text in enumerate(shown, 1))
+        starts = (shortened(" ".join((launch.entry or "", *launch.words)), _SHOWN) for launch in trainings)
+        listed = "; ".join(f"{number}: {text}" for number, text in enumerate(starts, 1))
         raise ConfigError(f"{name}: starts {len(trainings)} trainings, {listed}; give the flags of one behind --")
     launch = trainings[0]
     notes = []
