@@ -40,8 +40,8 @@ def build_plan_of_cut(documents: Documents, topology: Topology, *arguments: Any,
             "that it gave them; or cut the batch with planned_batch_from"
         )
     chunks = 2 * topology.ranks
-    uneven = np.flatnonzero(documents.lengths % chunks) if topology.ranks > 1 else ()
-    if len(uneven):
+    uneven = np.flatnonzero(documents.lengths % chunks)
+    if topology.ranks > 1 and len(uneven):
         length = int(documents.lengths[uneven[0]])
         raise ConfigError(
             f"sequence {uneven[0]} of packed_seq_params has {length} tokens; valid where each sequence is cut over the "
