@@ -27,8 +27,7 @@ def added_rows() -> str:
     rows = ""
     for added in ADDED_FLAGS:
         flag = f"`{' '.join(added.words)}`".replace(SUITE_FILE, "suite.yaml")
-        cases = added.when.text if added.when else ""
-        rows += _row([flag, cases + (f"; to do by hand: {added.by_hand}" if added.by_hand else "")])
+        rows += _row([flag, added.when + (f"; to do by hand: {added.by_hand}" if added.by_hand else "")])
     return rows
 
 
@@ -52,8 +51,8 @@ def _rows(outcome: Outcome) -> str:
 
 def _condition(rule: FlagRule, decided: set[str]) -> str:
     """Return the condition of a rule; rules of flags that rules above it are for, too, are for all other cases."""
-    if rule.when is not None and rule.when.text:
-        return rule.when.text
+    if rule.when:
+        return rule.when
     return "otherwise" if rule.value is None and rule.flag in decided else ""
 
 

@@ -39,9 +39,6 @@ def convert(
             help="A variable of the script's environment; NAME alone: with its value here. Repeatable.",
         ),
     ] = None,
-    command: Annotated[
-        int | None, typer.Option(min=1, help="Number of the training, if the script starts several.")
-    ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Option(
@@ -77,13 +74,12 @@ def convert(
     path = str(output or DEFAULT_OUTPUT)
     if is_script:
         launch, conversion = convert_script(
-            words[0], words[1:], overrides or (), path, environment=_read_variables(env or []), command=command
+            words[0], words[1:], overrides or (), path, environment=_read_variables(env or [])
         )
         started = " ".join((*launch.launcher, launch.entry or ""))
     else:
-        for option, value in (("--env", env), ("--command", command)):
-            if value:
-                raise ConfigError(f"{option}: needs a launch script in place of flags")
+        if env:
+            raise ConfigError("--env: needs a launch script in place of flags")
         conversion, started = convert_flags(words, overrides or (), path), ""
     written = []
     if output is not None and conversion.settings is not None:

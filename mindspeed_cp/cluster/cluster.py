@@ -106,7 +106,7 @@ class Cluster(Section):
                 if self.fabric == "switch"
                 else f"must be from pair_bandwidth to pair_bandwidth * {peers} = {upper_bound:g}"
             )
-            raise bad_value("rank_bandwidth", self.rank_bandwidth, rule, "pair_bandwidth")
+            raise bad_value("rank_bandwidth", self.rank_bandwidth, rule)
         return self
 
     @property

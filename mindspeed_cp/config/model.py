@@ -6,15 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from mindspeed_cp.schema.base import FractionBelowOne, NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from mindspeed_cp.schema.base import FractionBelowOne, NonNegativeFloat, PositiveInt, Section
 from mindspeed_cp.schema.messages import bad_value
 
 #: Keys that require multi_latent_attention, and keys that require experts.
-MLA_KEYS = (
-    *("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type"),
-    *("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale"),
-    "mscale_all_dim",
-)
+MLA_KEYS = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 MOE_KEYS = (
     *("moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax", "moe_aux_loss_coeff"),
     *("moe_router_load_balancing_type", "moe_z_loss_coeff", "moe_shared_expert_intermediate_size"),
@@ -74,19 +70,6 @@ class ModelSettings(Section):
     qk_head_dim: PositiveInt = Field(default=128, description="MLA: channels of q and k without positions")
     qk_pos_emb_head_dim: PositiveInt = Field(default=64, description="MLA: channels of q and k with rotary positions")
     v_head_dim: PositiveInt = Field(default=128, description="MLA: channels of v")
-    rope_type: Literal["rope", "yarn"] = Field(default="rope", description="MLA: kind of rotary positions")
-    rotary_scaling_factor: PositiveFloat = Field(
-        default=1.0, description="YaRN: factor by which the context is extended"
-    )
-    original_max_position_embeddings: PositiveInt = Field(
-        default=4096, description="YaRN: context before the extension"
-    )
-    beta_fast: PositiveFloat = Field(
-        default=32.0, description="YaRN: rotations within the context from which a frequency is not scaled"
-    )
-    beta_slow: PositiveFloat = Field(default=1.0, description="YaRN: rotations up to which a frequency is fully scaled")
-    mscale: NonNegativeFloat = Field(default=1.0, description="YaRN: scale of cos and sin")
-    mscale_all_dim: NonNegativeFloat = Field(default=0.0, description="YaRN: scale of the attention scores")
     num_moe_experts: PositiveInt | None = Field(
         default=None, description="experts in a layer; null: one MLP for all tokens"
     )
@@ -209,7 +192,7 @@ class ModelSettings(Section):
             self._check_default_unless("multi_latent_attention", "true", MLA_KEYS)
             return self
         if self.position_embedding_type != "rope":
-            rule = "must be rope with multi_latent_attention, whose rotary positions rope_type selects"
+            rule = "must be rope with multi_latent_attention"
             raise bad_value("position_embedding_type", self.position_embedding_type, rule)
         if self.kv_channels is not None:
             rule = "has no effect with multi_latent_attention; give qk_head_dim, qk_pos_emb_head_dim and v_head_dim"
@@ -220,8 +203,6 @@ class ModelSettings(Section):
         if self.qk_pos_emb_head_dim % 2:
             rule = "must be even: rotary positions rotate pairs of channels"
             raise bad_value("qk_pos_emb_head_dim", self.qk_pos_emb_head_dim, rule)
-        if self.rope_type == "rope":
-            self._check_default_unless("rope_type", "yarn", MLA_KEYS[MLA_KEYS.index("rope_type") + 1 :])
         return self
 
     @model_validator(mode="after")

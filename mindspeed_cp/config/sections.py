@@ -22,7 +22,6 @@ from mindspeed_cp.schema.base import (
     Section,
 )
 from mindspeed_cp.schema.messages import bad_value, unknown_key
-from mindspeed_cp.schema.unsupported import SUITE_KEYS
 
 POOL = "pool"  #: the value of data.balance that plans replicas together
 
@@ -179,9 +178,8 @@ class Sections(Section):
                 raise unknown_key(cls, name, name, sections)
             if not isinstance(section, dict) or section.get("algorithm_modules") is not None:
                 continue  # the section reports its keys itself; it may import modules that add some
-            keys = (*sections[name].key_names(), *SUITE_KEYS)
             for key in section:
-                if key not in keys:
+                if key not in sections[name].key_names():
                     raise unknown_key(sections[name], f"{name}.{key}", key, sections)
         return {name: {} if section is None else section for name, section in values.items()}
 

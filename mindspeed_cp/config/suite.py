@@ -9,24 +9,28 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from mindspeed_cp.algorithms import ALGORITHMS, AUTO, AlgorithmOption
-from mindspeed_cp.cluster.cluster import cluster_of, load_cluster
-from mindspeed_cp.config.aliases import (
-    SUITE_ALIAS_KEYS,
-    read_algorithm,
-    translate_megatron_keys,
+from mindspeed_cp.algorithms import (
+    ALGORITHMS,
+    ALIASES,
+    AUTO,
+    AlgorithmOption,
+    algorithm_name,
+    algorithm_name_error,
 )
+from mindspeed_cp.cluster.cluster import cluster_of, load_cluster
 from mindspeed_cp.device.npu_profile import DEFAULTS, Need, profile_of_process, profile_variants
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import RANK_LIMIT, AttentionConfig, Topology
 from mindspeed_cp.schema.base import PositiveFloat, PositiveInt, Section
-from mindspeed_cp.schema.messages import bad_value, list_keys, unknown_key
+from mindspeed_cp.schema.messages import bad_value, format_value, list_keys, unknown_key
 from mindspeed_cp.schema.numbers import divisors
-from mindspeed_cp.schema.unsupported import SUITE_KEYS
 from mindspeed_cp.schema.yaml_file import apply_overrides, read_settings_file, with_file_location
 
 #: Option that `auto` takes too: a limit of the ranks' memory, not a choice.
 TOKEN_CAP_OPTION = "max_seqlen_per_dp_cp_rank"
+
+#: Megatron's [ranks of an all-to-all, ranks of a ring], of which the first is the degree of the hybrid.
+SIZES_KEY = "hierarchical_context_parallel_sizes"
 
 RankCount = Annotated[int, Field(ge=1, le=RANK_LIMIT)]
 
@@ -34,7 +38,7 @@ RankCount = Annotated[int, Field(ge=1, le=RANK_LIMIT)]
 class SuiteSettings(Section):
     """How attention is split over the context: the section `context_parallel_suite`."""
 
-    alias_keys: ClassVar[tuple[str, ...]] = SUITE_ALIAS_KEYS
+    alias_keys: ClassVar[tuple[str, ...]] = ("cp_comm_type", SIZES_KEY)
 
     model_config = ConfigDict(extra="allow")  # options of the algorithm, which _check_keys checks
 
@@ -174,7 +178,7 @@ class SuiteSettings(Section):
         if not isinstance(values, dict):
             return values
         import_modules(values.get("algorithm_modules"))
-        values = translate_megatron_keys(values)
+        values = _translate_megatron_keys(values)
         options = options_by_name()
         for key in values:
             if key not in cls.model_fields and key not in options:
@@ -225,7 +229,7 @@ class SuiteSettings(Section):
         name = "context_parallel_suite"
         if name not in file.data:
             import_modules(file.data.get("algorithm_modules"))
-            unknown = [key for key in file.data if key not in (*cls.key_names(), *SUITE_KEYS)]
+            unknown = [key for key in file.data if key not in cls.key_names()]
             if unknown:
                 error = unknown_key(cls, unknown[0], unknown[0])
                 raise ConfigError(f"{file.location(unknown[0])}: there is no section {name}, and {error}")
@@ -247,6 +251,51 @@ class SuiteSettings(Section):
         suite = cls(**values)
         check_cluster(suite.cluster, suite.topology)
         return suite
+
+
+def _translate_megatron_keys(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of the section with the project's keys and names in place of Megatron's and MindSpeed's.
+
+    Raises:
+        SettingError: keys contradict each other.
+    """
+    values = dict(values)
+    if "cp_comm_type" in values:
+        comm_type = values.pop("cp_comm_type")
+        name = read_algorithm("cp_comm_type", comm_type)
+        if "algorithm" in values and read_algorithm("algorithm", values["algorithm"]) != name:
+            raise bad_value("cp_comm_type", comm_type, f"differs from algorithm = {values['algorithm']}; give only one")
+        values["algorithm"] = name
+    sizes = values.pop(SIZES_KEY, None)
+    if sizes is None:
+        return values
+    if not isinstance(sizes, list) or len(sizes) != 2 or any(type(size) is not int or size < 1 for size in sizes):
+        raise bad_value(SIZES_KEY, sizes, "must be two whole numbers, [ranks of an all-to-all, ranks of a ring]")
+    given = values.get("algorithm")
+    if given is None or read_algorithm("algorithm", given) != "hybrid":
+        problem = "no algorithm is given" if given is None else f"algorithm = {given} does not use it"
+        raise bad_value(SIZES_KEY, sizes, f"{problem}; give algorithm: hybrid (Megatron's a2a+p2p), or remove the key")
+    ranks = values.get("context_parallel_size", 1)
+    if type(ranks) is int and sizes[0] * sizes[1] != ranks:
+        pairs = ", ".join(f"[{n}, {ranks // n}]" for n in divisors(ranks))
+        raise bad_value(SIZES_KEY, sizes, f"its product must be context_parallel_size = {ranks}; valid: {pairs}")
+    degree = values.get("ulysses_degree")
+    if degree is not None and degree != sizes[0]:
+        raise bad_value(SIZES_KEY, sizes, f"differs from ulysses_degree = {format_value(degree)}; give only one")
+    return {**values, "ulysses_degree": sizes[0]}
+
+
+def read_algorithm(key: str, value: Any) -> str:
+    """Return the project's name of an algorithm that is given under any of its names."""
+    if isinstance(value, list):
+        valid = ", ".join([*ALGORITHMS, *ALIASES])
+        raise bad_value(key, value, f"one algorithm per layer is not in this version; give one of {valid}")
+    if value == AUTO:
+        return AUTO
+    problem = algorithm_name_error(value)
+    if problem is not None:
+        raise bad_value(key, value, problem.replace("valid: ", f"valid: {AUTO}, ", 1))
+    return algorithm_name(value)
 
 
 def options_by_name() -> dict[str, dict[str, AlgorithmOption]]:

@@ -92,7 +92,7 @@ def read_flags(words: Sequence[str], arities: Mapping[str, int]) -> tuple[list[s
     return before, [replace(flag, rest=tuple(rest)) for flag, rest in zip(flags, rests, strict=True)]
 
 
-class Outcome(Enum):
+class Outcome(str, Enum):
     """What becomes of a flag."""
 
     SETTING = "setting"  # a key of context_parallel_suite; the flag is left out
@@ -163,12 +163,8 @@ class Given:
         return self.value("--cp-window-size", "1") not in ("0", "1")
 
 
-@dataclass(frozen=True)
-class Condition:
-    """A condition on the other flags: its words in the table, and its test."""
-
-    text: str
-    holds: Callable[[Given], bool]
+def _always(given: Given) -> bool:
+    return True
 
 
 @dataclass(frozen=True)
@@ -183,7 +179,8 @@ class FlagRule:
         value: value for which the rule is; None: any.
         settings: keys of context_parallel_suite with their values; None: the value of the flag.
         becomes: REPLACED: new value; REFUSED: the alternative; by hand: what to do.
-        when: condition on the other flags; None: always.
+        when: condition on the other flags in words; empty: always.
+        holds: tests it.
         key: REFUSED: key of context_parallel_suite that, given by --set, decides in place of the flag.
     """
 
@@ -194,13 +191,14 @@ class FlagRule:
     value: str | None = None
     settings: tuple[tuple[str, str | int | None], ...] = ()
     becomes: str = ""
-    when: Condition | None = None
+    when: str = ""
+    holds: Callable[[Given], bool] = _always
     key: str = ""
 
     def fits(self, values: tuple[str, ...], given: Given) -> bool:
         """Return True if the rule is for these values of the flag beside the other flags."""
         text = " ".join(dict.fromkeys(values))
-        return self.value in (None, text) and (self.when is None or self.when.holds(given))
+        return self.value in (None, text) and self.holds(given)
 
 
 @dataclass(frozen=True)
@@ -210,13 +208,14 @@ class Added:
     Attributes:
         words: the flag and its values; SUITE_FILE stands for the path of the settings.
         reason: why, as a sentence without a point.
-        when: condition on the flags; None: always. A flag that is given is not added.
+        when, holds: condition on the flags, as of a rule. A flag that is given is not added.
         by_hand: what the user has to do; then nothing is added.
     """
 
     words: tuple[str, ...]
     reason: str
-    when: Condition | None = None
+    when: str = ""
+    holds: Callable[[Given], bool] = _always
     by_hand: str = ""
 
 
@@ -253,18 +252,9 @@ def _places_documents(given: Given) -> bool:
     return given.settings.get("algorithm") == "hierarchical"
 
 
-def _predicts_more_tokens(given: Given) -> bool:
-    return given.value("--mtp-num-layers", "0") not in ("0", "None")
-
-
-def _has_losses_of_experts(given: Given) -> bool:
-    kinds = given.value("--moe-router-load-balancing-type", "aux_loss").split()
-    weights = given.value("--moe-aux-loss-coeff", "0").split()
-    return _has_experts(given) and kinds != ["none"] and any(is_number_above(text, 0) for text in weights)
-
-
 def _schedules_samples(given: Given) -> bool:
-    hinders = _predicts_more_tokens(given) or _has_losses_of_experts(given)
+    config = Namespace(**_settings(given))
+    hinders = any(CONFIG_CONDITIONS[name](config) for name in ("multi-token prediction", "losses of experts"))
     return given.has(*_SCHEDULERS) and _places_documents(given) and not hinders
 
 
@@ -323,8 +313,6 @@ CONDITIONS: Mapping[str, Callable[[Given], bool]] = {
     "hybrid": lambda given: given.is_hybrid,
     "hybrid, above 1": lambda given: given.is_hybrid and given.has_windows_of_ranks,
     "`--set algorithm=hierarchical`": _places_documents,
-    "beside `--mtp-num-layers`": _predicts_more_tokens,
-    "experts, `--moe-aux-loss-coeff` other than 0": _has_losses_of_experts,
     "`--hybrid-context-parallel` or `--dynamic-context-parallel`, `--set algorithm=hierarchical`, neither "
     "`--mtp-num-layers` nor losses of experts": _schedules_samples,
     "learned positions without `--reset-position-ids`": _learns_positions,
@@ -349,14 +337,12 @@ CONDITIONS: Mapping[str, Callable[[Given], bool]] = {
 }
 
 
-def _condition(text: str | None, flag: str) -> Condition | None:
-    """Return a condition by its words."""
-    if text is None:
-        return None
+def _condition(text: str, flag: str) -> Callable[[Given], bool]:
+    """Return the test of a condition in words, as it stands in a row of a flag."""
     above = re.fullmatch("above ([0-9]+)", text)
-    if above is None:
-        return Condition(text, CONDITIONS[text])
-    return Condition(text, lambda given: is_number_above(given.value(flag, above[1]), float(above[1])))
+    if above is not None:
+        return lambda given: is_number_above(given.value(flag, above[1]), float(above[1]))
+    return CONDITIONS[text] if text else _always
 
 
 def _flag_rules(row: dict[str, Any], arities: Mapping[str, int]) -> list[FlagRule]:
@@ -373,7 +359,8 @@ def _flag_rules(row: dict[str, Any], arities: Mapping[str, int]) -> list[FlagRul
             value=value,
             settings=tuple(row.get("settings", {}).items()),
             becomes=becomes,
-            when=_condition(row.get("when"), flag),
+            when=row.get("when", ""),
+            holds=_condition(row.get("when", ""), flag),
             key=row.get("key", ""),
         )
         for flag in row["flag"].split()
@@ -400,7 +387,8 @@ def _refused_rule(row: Unsupported) -> FlagRule:
         Outcome.REFUSED,
         row.instead,
         becomes=ANOTHER_MODEL if row.another_model else instead,
-        when=Condition(words, partial(_is_refused, row)) if words or not is_switch else None,
+        when=words,
+        holds=partial(_is_refused, row) if words or not is_switch else _always,
     )
 
 
@@ -426,6 +414,8 @@ def _settings(given: Given) -> dict[str, Any]:
         **{name: given.number(flag, 1) or 1 for name, flag in numbers.items()},
         **{name: given.number(flag, 0) or 0 for name, flag in counts.items()},
         **{name: given.has(flag_of(name)) for name in switches},
+        "moe_aux_loss_coeff": [_number(text) for text in given.value("--moe-aux-loss-coeff", "0").split()],
+        "moe_router_load_balancing_type": given.value("--moe-router-load-balancing-type", "aux_loss").split(),
         "q_lora_rank": given.value("--q-lora-rank") or None,
         "moe_token_dispatcher_type": given.value("--moe-token-dispatcher-type", "allgather"),
         "attention_dropout": _number(given.value("--attention-dropout", "0.1")),
@@ -485,6 +475,12 @@ RULES: tuple[FlagRule, ...] = (
 ARITIES = {rule.flag: rule.arity for rule in RULES}
 
 ADDED_FLAGS = tuple(
-    Added(tuple(row["words"].split()), row["added"], _condition(row.get("when"), row["words"]), row.get("to do", ""))
+    Added(
+        tuple(row["words"].split()),
+        row["added"],
+        row.get("when", ""),
+        _condition(row.get("when", ""), row["words"]),
+        row.get("to do", ""),
+    )
     for row in _TABLE["added"]
 )

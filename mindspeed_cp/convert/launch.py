@@ -45,13 +45,12 @@ class Launch:
         return not self.flags.isdisjoint(ARITIES)
 
 
-def find_launch(recording: Recording, name: str, number: int | None = None) -> Launch:
+def find_launch(recording: Recording, name: str) -> Launch:
     """Return the command of a recording that starts the training.
 
     Args:
         recording: of the script.
         name: the script's name, for errors.
-        number: 1 for the first training, where a script starts several; None: there must be one.
 
     Raises:
         ConfigError: the script starts nothing, no training, or several with different words.
@@ -60,13 +59,11 @@ def find_launch(recording: Recording, name: str, number: int | None = None) -> L
     trainings = list(dict.fromkeys(launch for launch in launches if launch.is_megatrons and not other_work(launch)))
     if not trainings:
         _refuse(recording, launches, name)
-    if number is not None and number > len(trainings):
-        raise ConfigError(f"--command {number}: {name} starts {len(trainings)}, {_listed(trainings)}")
-    if number is None and len(trainings) > 1:
-        raise ConfigError(
-            f"{name}: starts {len(trainings)} trainings, {_listed(trainings)}; choose by --command NUMBER"
-        )
-    launch = trainings[(number or 1) - 1]
+    if len(trainings) > 1:
+        starts = (shortened(" ".join((launch.entry or "", *launch.words)), _SHOWN) for launch in trainings)
+        listed = "; ".join(f"{number}: {text}" for number, text in enumerate(starts, 1))
+        raise ConfigError(f"{name}: starts {len(trainings)} trainings, {listed}; give the flags of one behind --")
+    launch = trainings[0]
     notes = []
     values = [words for words in recording.commands if _gives_values(words)]
     if values:
@@ -119,11 +116,6 @@ def _entry(words: Sequence[str]) -> int | None:
 def _gives_values(words: Sequence[str]) -> bool:
     """Return True for a program text for Python, whose output the script may read."""
     return words[0].startswith("python") and (len(words) == 1 or words[1] in ("-c", "-"))
-
-
-def _listed(launches: Sequence[Launch]) -> str:
-    shown = (shortened(" ".join((launch.entry or "", *launch.words)), _SHOWN) for launch in launches)
-    return "; ".join(f"{number}: {text}" for number, text in enumerate(shown, 1))
 
 
 def _refuse(recording: Recording, launches: Sequence[Launch], name: str) -> None:

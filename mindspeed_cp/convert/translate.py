@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -11,8 +11,8 @@ import yaml
 
 from mindspeed_cp.algorithms import AUTO
 from mindspeed_cp.config import SuiteSettings
-from mindspeed_cp.config.aliases import read_algorithm
 from mindspeed_cp.config.candidates import SUITE_SECTION
+from mindspeed_cp.config.suite import read_algorithm
 from mindspeed_cp.convert.flag_table import (
     ADDED_FLAGS,
     ARITIES,
@@ -74,10 +74,6 @@ class Change:
     became: str
     reason: str
 
-    def as_dict(self) -> dict[str, str]:
-        """Return the change as JSON has it."""
-        return {"flag": self.flag, "outcome": self.outcome.value, "became": self.became, "reason": self.reason}
-
 
 @dataclass(frozen=True)
 class Conversion:
@@ -132,7 +128,7 @@ class Conversion:
             SUITE_SECTION: self.settings,
             **self.sections,
             "flags": list(self.flags),
-            "changes": [change.as_dict() for change in self.changes],
+            "changes": [asdict(change) for change in self.changes],
             "notes": list(self.notes),
         }
 
@@ -167,7 +163,6 @@ def convert_script(
     output: str = "suite.yaml",
     *,
     environment: Mapping[str, str] | None = None,
-    command: int | None = None,
 ) -> tuple[Launch, Conversion]:
     """Convert what a launch script starts: it is run with recorders in place of programs.
 
@@ -177,12 +172,11 @@ def convert_script(
         overrides: settings `key=value` that take precedence over flags.
         output: path of the settings, for the flag that names it.
         environment: variables of its environment, which is small without them.
-        command: number of the training, if it starts several.
 
     Raises:
         ConfigError: the script cannot be read, it starts no training or several, or as for flags.
     """
-    launch = find_launch(record(path, arguments, environment), str(path), command)
+    launch = find_launch(record(path, arguments, environment), str(path))
     return launch, convert_launch(launch, overrides, output)
 
 
@@ -261,15 +255,16 @@ class _Work:
     def _overridden(self, rule: FlagRule) -> dict[str, Any]:
         """Return the user's settings if they decide all that a row would; empty if the row is applied."""
         keys = (rule.key,) if rule.key else tuple(key for key, _ in rule.settings)
-        given = self.overrides.data[SUITE_SECTION]
+        given = self.given.settings
         return {key: given[key] for key in keys} if keys and all(key in given for key in keys) else {}
 
     def _apply(self, rule: FlagRule, flag: Flag) -> None:
         became = rule.becomes
         if rule.settings:
-            given = self.overrides.data[SUITE_SECTION]
             settings = {
-                key: _read_value(flag) if value is None else value for key, value in rule.settings if key not in given
+                key: _read_value(flag) if value is None else value
+                for key, value in rule.settings
+                if key not in self.given.settings
             }
             self.settings |= {key: (value, flag.text) for key, value in settings.items()}
             became = ", ".join(f"{key}: {format_value(value).strip(chr(34))}" for key, value in settings.items())
@@ -301,7 +296,7 @@ class _Work:
             reason = "--context-parallel-size is not given: Megatron's default is one rank"
             self.changes.append(Change("context_parallel_size", Outcome.SETTING, "context_parallel_size: 1", reason))
         named = any(map(self.given.has, ("--context-parallel-algo", "--cp-comm-type")))
-        if not named and "algorithm" not in {*self.settings, *self.overrides.data[SUITE_SECTION]}:
+        if not named and "algorithm" not in {*self.settings, *self.given.settings}:
             algorithm = read_algorithm("algorithm", MEGATRON_ALGORITHM)
             reason = (
                 f"neither --context-parallel-algo nor --cp-comm-type is given: Megatron's default is the {algorithm}"
@@ -310,7 +305,7 @@ class _Work:
                 reason += "; that of MindSpeed-LLM up to 2.3.0 was ulysses: give --set algorithm=ulysses there"
             self.settings["algorithm"] = (algorithm, "the default of --cp-comm-type")
             self.changes.append(Change("algorithm", Outcome.SETTING, f"algorithm: {algorithm}", reason))
-        if "nodes" not in self.overrides.data[SUITE_SECTION]:
+        if "nodes" not in self.given.settings:
             self._add_nodes(launch.launcher)
 
     def _add_nodes(self, launcher: Sequence[str]) -> None:
@@ -338,7 +333,7 @@ class _Work:
     def add_flags(self, output: str, entry: str | None) -> None:
         """Add the flags that planned attention needs, and tell what the training script needs itself."""
         for added in ADDED_FLAGS:
-            if self.given.has(added.words[0]) or not (added.when is None or added.when.holds(self.given)):
+            if self.given.has(added.words[0]) or not added.holds(self.given):
                 continue
             words = [output if word == SUITE_FILE else word for word in added.words]
             by_hand = added.by_hand
@@ -366,9 +361,9 @@ class _Work:
     def suite(self, name: str | None) -> SuiteSettings:
         """Return the settings, checked; an error names the flag that gave the value."""
         values = {"context_parallel_size": (1, "the default of --context-parallel-size")} | self.settings
-        for key in self.overrides.data[SUITE_SECTION]:
+        for key in self.given.settings:
             values.pop(key, None)
-        section = {key: value for key, (value, _) in values.items()} | self.overrides.data[SUITE_SECTION]
+        section = {key: value for key, (value, _) in values.items()} | dict(self.given.settings)
         place = "" if name is None else f"{name}: "
         lines: dict[str, int | str] = {f"{SUITE_SECTION}.{key}": f"{place}{flag}" for key, (_, flag) in values.items()}
         file = SettingsFile(name or "flags", {SUITE_SECTION: section}, {**self.overrides.lines, **lines})

@@ -29,23 +29,26 @@ from mindspeed_cp.megatron.patches.imports import megatron_imports
 
 with megatron_imports():
     from mindspeed_cp.megatron.adaptors.attentions import attention_config, layer_attentions
-    from mindspeed_cp.megatron.adaptors.batch import micro_batch_seed, planned_batch, planned_params, shift_labels
+    from mindspeed_cp.megatron.adaptors.batch import (
+        micro_batch_seed,
+        planned_batch,
+        planned_batch_from,
+        planned_params,
+        shift_labels,
+    )
     from mindspeed_cp.megatron.adaptors.core_attention import PlannedAttention
-    from mindspeed_cp.megatron.adaptors.local import local_mtp_spec, local_spec
-    from mindspeed_cp.megatron.adaptors.loss import GlobalLoss, check_tokens_per_step, global_loss, loss_function
+    from mindspeed_cp.megatron.adaptors.loss import check_tokens_per_step, loss_function
     from mindspeed_cp.megatron.adaptors.model import install_model
     from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
     from mindspeed_cp.megatron.adaptors.rotary import LatentRotary, PlannedRotary
     from mindspeed_cp.megatron.adaptors.router import PlannedRouter
     from mindspeed_cp.megatron.adaptors.settings import check_model_config, rows_multiple
-    from mindspeed_cp.megatron.adaptors.spec import install
+    from mindspeed_cp.megatron.adaptors.spec import install, local_mtp_spec, local_spec
     from mindspeed_cp.megatron.adaptors.trajectories import target_losses, trajectory_batch, trajectory_loss_function
-    from mindspeed_cp.megatron.adaptors.whole_batch import planned_batch_from
     from mindspeed_cp.megatron.patches.compat import megatron_compat
     from mindspeed_cp.megatron.patches.device_shim import megatron_on, megatron_on_cpu, megatron_on_npu
 
 __all__ = [
-    "GlobalLoss",
     "LatentRotary",
     "PlannedAttention",
     "PlannedBatchParams",
@@ -54,7 +57,6 @@ __all__ = [
     "attention_config",
     "check_model_config",
     "check_tokens_per_step",
-    "global_loss",
     "install",
     "install_model",
     "layer_attentions",

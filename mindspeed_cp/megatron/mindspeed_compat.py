@@ -9,7 +9,7 @@ flags whose patches would contradict a plan.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from inspect import signature
@@ -93,35 +93,19 @@ class Replacement:
         kept: of an unsupported row, modules of MindSpeed whose replacement of the same names changes nothing.
     """
 
-    names: tuple[str, ...]
+    names: Sequence[str]
     flag: str
     verdict: str
     reason: str
-    lines: tuple[str, ...] = LINES
-    kept: tuple[str, ...] = ()
-
-
-@cache
-def _read() -> dict[str, Any]:
-    """Return mindspeed.yaml."""
-    data: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("mindspeed.yaml").read_text("utf-8"))
-    return data
+    lines: Sequence[str] = LINES
+    kept: Sequence[str] = ()
 
 
 @cache
 def replacements() -> tuple[Replacement, ...]:
     """Return the replaced attributes of mindspeed.yaml."""
-    return tuple(
-        Replacement(
-            tuple(f"megatron.{name}" for name in row["names"]),
-            row["flag"],
-            row["verdict"],
-            row["reason"],
-            tuple(row.get("lines", LINES)),
-            tuple(row.get("kept", ())),
-        )
-        for row in _read()["replaced"]
-    )
+    rows = yaml.safe_load(Path(__file__).with_name("mindspeed.yaml").read_text("utf-8"))["replaced"]
+    return tuple(Replacement(**{**row, "names": [f"megatron.{name}" for name in row["names"]]}) for row in rows)
 
 
 def check_mindspeed() -> None:

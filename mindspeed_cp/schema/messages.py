@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.schema.unsupported import SUITE_KEYS
 
 _SCALARS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 _PLURALS = {int: "integers", float: "numbers", str: "texts"}
@@ -54,25 +55,15 @@ _BOUNDS = (("ge", ">="), ("gt", ">"), ("le", "<="), ("lt", "<"))
 
 
 class SettingError(ConfigError):
-    """A ConfigError about a key, by which the reader of a file finds the line.
+    """A ConfigError about a dotted key, by which the reader of a file finds the line."""
 
-    Attributes:
-        key: dotted key.
-        conflicting_key: another key of the same section that contradicts it, or None.
-        fixes: for `key` or `conflicting_key`, the value that removes the contradiction, by key.
-    """
-
-    def __init__(
-        self, key: str, text: str, conflicting_key: str | None = None, fixes: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, key: str, text: str) -> None:
         super().__init__(text)
-        self.key, self.conflicting_key, self.fixes = key, conflicting_key, fixes or {}
+        self.key = key
 
     def with_prefix(self, prefix: str) -> SettingError:
-        """Return the same error with `prefix`, the section and a dot, before every key."""
-        conflicting_key = None if self.conflicting_key is None else f"{prefix}{self.conflicting_key}"
-        fixes = {f"{prefix}{key}": value for key, value in self.fixes.items()}
-        return SettingError(f"{prefix}{self.key}", f"{prefix}{self}", conflicting_key, fixes)
+        """Return the same error with `prefix`, the section and a dot, before the key."""
+        return SettingError(f"{prefix}{self.key}", f"{prefix}{self}")
 
 
 def format_value(value: Any) -> str:
@@ -93,11 +84,9 @@ def short_repr(value: object) -> str:
     return _REPR.repr(value).replace("\n", " ")
 
 
-def bad_value(
-    key: str, value: Any, rule: str, conflicting_key: str | None = None, fixes: Mapping[str, Any] | None = None
-) -> SettingError:
-    """Return the error `key = value: rule`; see :class:`SettingError` for the other arguments."""
-    return SettingError(key, f"{key} = {format_value(value)}: {rule}", conflicting_key, fixes)
+def bad_value(key: str, value: Any, rule: str) -> SettingError:
+    """Return the error `key = value: rule`."""
+    return SettingError(key, f"{key} = {format_value(value)}: {rule}")
 
 
 def closest_names(name: str, candidates: typing.Iterable[str], count: int = 3) -> list[str]:
@@ -186,6 +175,8 @@ def unknown_key(
         name: its last part.
         sections: all sections by name.
     """
+    if name in SUITE_KEYS:
+        return SettingError(key, f"{key}: is Megatron's, and not in this version; {SUITE_KEYS[name]}; remove the key")
     keys = _key_names(model)
     near = closest_names(name, keys)
     for section, kind in (sections or {}).items():

@@ -176,6 +176,13 @@ def has_experts(config: Any) -> bool:
     return bool(config.num_moe_experts)
 
 
+def _has_losses_of_experts(config: Any) -> bool:
+    """Return True for a model with experts that a loss balances."""
+    kinds, weights = (getattr(config, f"moe_{name}", None) for name in ("router_load_balancing_type", "aux_loss_coeff"))
+    weighted = any(weight != 0 for weight in (weights if isinstance(weights, list) else [weights or 0]))
+    return has_experts(config) and weighted and kinds not in ("none", ["none"])
+
+
 def _sums_twice(config: Any) -> bool:
     """Return True where Megatron adds up a gradient that every tensor-parallel rank has as a whole."""
     whole = config.tensor_model_parallel_size > 1 and not config.sequence_parallel
@@ -221,6 +228,7 @@ CONDITIONS: Mapping[str, Condition] = {
     "tokens on several ranks": is_split,
     "experts": has_experts,
     "experts, tokens on several ranks": lambda config: has_experts(config) and is_split(config),
+    "losses of experts": _has_losses_of_experts,
     "expert parallelism": lambda config: has_experts(config) and config.expert_model_parallel_size > 1,
     "the flex dispatcher, without moe_hybridep_pad_uneven_dispatch_inputs": _needs_equal_rows,
     "attention dropout and several layers of multi-token prediction": lambda config: (

@@ -192,25 +192,7 @@ def with_file_location(file: SettingsFile, prefix: str, make: Callable[[], _Made
         return make()
     except SettingError as error:
         error = error.with_prefix(prefix)
-        raise ConfigError(f"{file.location(error.key)}: {error}{_conflict_note(file, error)}") from None
-
-
-def _conflict_note(file: SettingsFile, error: SettingError) -> str:
-    """Return the location of the conflicting key, and the override that fixes an override in conflict with the file."""
-    conflicting_key = error.conflicting_key
-    if conflicting_key is None:
-        return ""
-    note = ""
-    if conflicting_key in file.lines:
-        verb = "is from" if file.is_override(conflicting_key) else "stands in"
-        note = f"; {conflicting_key} {verb} {file.location(conflicting_key)}"
-    overridden = [key for key in (error.key, conflicting_key) if file.is_override(key)]
-    fixed_key = next(
-        (key for key in (conflicting_key, error.key) if key not in overridden and key in error.fixes), None
-    )
-    if len(overridden) != 1 or fixed_key is None:
-        return note
-    return f"{note}; on the command line: --set {fixed_key}={error.fixes[fixed_key]}"
+        raise ConfigError(f"{file.location(error.key)}: {error}") from None
 
 
 def _load(text: str, name: str, lines: dict[str, int | str]) -> Any:

@@ -141,7 +141,8 @@ def transformer_config(settings: Settings) -> TransformerConfig:
     kind = TransformerConfig
     if model.multi_latent_attention:
         kind = MLATransformerConfig
-        values |= {"rotary_base": model.rotary_base, **{key: getattr(model, key) for key in MLA_KEYS}}
+        values |= {key: getattr(model, key) for key in ("rotary_base", *MLA_KEYS)}
+        values |= {"rope_type": "rope", "rotary_scaling_factor": 1.0}  # Megatron's defaults are of YaRN
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="full scope is deprecated")  # Megatron's warning on its own default
         return kind(**values)

@@ -131,12 +131,9 @@ def test_the_training_is_chosen_among_the_commands(capsys: pytest.CaptureFixture
     assert told["recorded"] == "torchrun --nproc_per_node 8 pretrain_gpt.py"
 
 
-def test_several_trainings_need_a_number(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_several_trainings_are_listed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = f"{LAUNCH}--lr 1\n{LAUNCH}--lr 1\n{LAUNCH}--cp-comm-type a2a\n"
     assert "starts 2 trainings, 1: pretrain_gpt.py" in error_of(text, folder=tmp_path, capsys=capsys)
-    told = converted(text, "--command", "2", folder=tmp_path, capsys=capsys)
-    assert told["context_parallel_suite"]["algorithm"] == "ulysses"
-    assert "--command 3: " in error_of(text, "--command", "3", folder=tmp_path, capsys=capsys)
 
 
 def test_arguments_and_variables_of_the_script(
@@ -217,7 +214,6 @@ def test_rows_say_what_a_setting_takes_the_place_of(capsys: pytest.CaptureFixtur
         (["missing.sh"], "missing.sh: cannot be read: No such file"),
         (["--", "--bf16"], "no flag of context parallelism"),
         (["--", "--context-parallel-size", "2", "--ai-framework", "mindspore"], "the flags are of a training by MindSpore"),
-        (["--command", "1", "--", "--context-parallel-size", "2"], "--command: needs a launch script"),
         (["--env", "A=1", "--", "--context-parallel-size", "2"], "--env: needs a launch script"),
         ([str(HYBRID), "--env", "NO_SUCH_VARIABLE"], "must be NAME=VALUE"),
         ([str(HYBRID), "--env", "A-B=1"], "must be NAME=VALUE"),

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
 from mindspeed_cp.algorithms import ALGORITHMS, ALIASES, UNSUPPORTED_ALGORITHMS
-from mindspeed_cp.config import SuiteSettings, load_settings
+from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.errors import ConfigError
 from tests.config.test_config import error, write
 
@@ -38,68 +37,6 @@ def test_one_algorithm_under_two_keys_must_agree() -> None:
         SuiteSettings(algorithm="rign")
     with pytest.raises(ConfigError, match="one algorithm per layer"):
         SuiteSettings(**{"cp_comm_type": ["p2p", "p2p"]})
-
-
-RING = "context_parallel_suite:\n  context_parallel_size: 4\n  algorithm: ring\n"
-
-
-SUITE = "context_parallel_suite."
-
-
-@pytest.mark.parametrize(
-    ("text", "overrides", "expected"),
-    [
-        (
-            RING,
-            ["cp_comm_type=a2a"],
-            '--set: {S}cp_comm_type = "a2a": differs from algorithm = ring; give only one; {S}algorithm stands in {F}:3; '
-            "on the command line: --set {S}algorithm=ulysses",
-        ),
-        (
-            RING.replace("algorithm: ring", "cp_comm_type: p2p"),
-            ["algorithm=direct"],
-            '{F}:3: {S}cp_comm_type = "p2p": differs from algorithm = direct; give only one; {S}algorithm is from --set; '
-            "on the command line: --set {S}cp_comm_type=direct",
-        ),
-        (
-            RING + "  cp_comm_type: a2a\n",
-            [],
-            '{F}:4: {S}cp_comm_type = "a2a": differs from algorithm = ring; give only one; {S}algorithm stands in {F}:3',
-        ),
-        (
-            RING,
-            ["hierarchical_context_parallel_sizes=[2, 2]"],
-            "--set: {S}hierarchical_context_parallel_sizes = [2, 2]: algorithm = ring does not use it; give algorithm: "
-            "hybrid (Megatron's a2a+p2p), or remove the key; {S}algorithm stands in {F}:3; on the command line: --set "
-            "{S}algorithm=hybrid",
-        ),
-        (
-            RING.replace("algorithm: ring", "cp_comm_type: p2p"),
-            ["hierarchical_context_parallel_sizes=[2, 2]"],
-            "--set: {S}hierarchical_context_parallel_sizes = [2, 2]: cp_comm_type = p2p does not use it; give "
-            "algorithm: hybrid (Megatron's a2a+p2p), or remove the key; {S}cp_comm_type stands in {F}:3; on the command "
-            "line: --set {S}cp_comm_type=hybrid",
-        ),
-        (
-            RING.replace("ring", "hybrid") + "  hierarchical_context_parallel_sizes: [2, 2]\n",
-            ["ulysses_degree=4"],
-            "{F}:4: {S}hierarchical_context_parallel_sizes = [2, 2]: differs from ulysses_degree = 4; give only one; "
-            "{S}ulysses_degree is from --set; on the command line: --set {S}hierarchical_context_parallel_sizes=null",
-        ),
-    ],
-    ids=["override", "file", "both in the file", "sizes", "sizes and cp_comm_type", "degree"],
-)
-def test_an_error_of_keys_that_contradict_names_both_places_and_an_override_that_works(
-    tmp_path: Path, text: str, overrides: list[str], expected: str
-) -> None:
-    path = write(tmp_path, text)
-    given = [SUITE + override for override in overrides]
-    line = error(path, *given)
-    assert line == expected.format(S=SUITE, F=path)
-    with pytest.raises(ConfigError, match=re.escape(line)):
-        SuiteSettings.from_yaml(path, given)
-    if "--set " in line:
-        load_settings(path, [*given, line.split("--set ")[-1]])
 
 
 def test_the_keys_of_megatron_that_are_read_are_among_the_valid_ones(tmp_path: Path) -> None:

@@ -47,7 +47,6 @@ def error(**sections: dict[str, Any]) -> str:
         ({**LATENT, "kv_channels": 8}, "give qk_head_dim, qk_pos_emb_head_dim and v_head_dim"),
         ({**LATENT, "num_query_groups": 2}, "must be null with multi_latent_attention"),
         ({**LATENT, "qk_pos_emb_head_dim": 7}, "model.qk_pos_emb_head_dim = 7: must be even"),
-        ({**LATENT, "mscale": 0.5}, "model.mscale = 0.5: has an effect only with rope_type: yarn"),
         ({"moe_router_topk": 1}, "has an effect only with num_moe_experts"),
         ({**EXPERTS, "moe_router_topk": 5}, "must be at most num_moe_experts = 4"),
         ({**EXPERTS, "moe_router_topk": 1}, "needs moe_router_pre_softmax: true"),

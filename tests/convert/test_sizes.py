@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -12,29 +13,16 @@ from mindspeed_cp.config import load_settings
 from mindspeed_cp.config.derived import rank_attention
 from mindspeed_cp.convert import convert_flags
 
-LLAMA = [
-    "--context-parallel-size",
-    "8",
-    "--tensor-model-parallel-size",
-    "2",
-    "--num-layers",
-    "32",
-    "--hidden-size",
-    "4096",
-    "--ffn-hidden-size",
-    "14336",
-    "--num-attention-heads",
-    "32",
-    "--group-query-attention",
-    "--num-query-groups",
-    "8",
-    "--seq-length",
-    "32768",
-    "--swiglu",
-    "--bf16",
-    "--position-embedding-type",
-    "rope",
-]
+LLAMA = shlex.split("""
+    --context-parallel-size 8 --tensor-model-parallel-size 2 --num-layers 32 --hidden-size 4096
+    --ffn-hidden-size 14336 --num-attention-heads 32 --group-query-attention --num-query-groups 8 --seq-length 32768
+    --swiglu --bf16 --position-embedding-type rope
+""")
+LATENT = shlex.split("""
+    --context-parallel-size 4 --num-layers 4 --hidden-size 2048 --num-attention-heads 16 --multi-latent-attention
+    --kv-lora-rank 512 --q-lora-rank 1536 --qk-head-dim 128 --qk-pos-emb-head-dim 64 --v-head-dim 128 --swiglu
+    --num-experts 64 --moe-router-topk 6 --moe-ffn-hidden-size 1408 --position-embedding-type rope
+""")
 
 
 def test_heads_widths_layers_and_precision_are_those_of_the_launch(tmp_path: Path) -> None:
@@ -54,37 +42,7 @@ def test_groups_without_their_flag_are_not_read_as_megatron_does_not() -> None:
 
 
 def test_latent_attention_and_experts_are_those_of_the_launch(tmp_path: Path) -> None:
-    words = [
-        "--context-parallel-size",
-        "4",
-        "--num-layers",
-        "4",
-        "--hidden-size",
-        "2048",
-        "--num-attention-heads",
-        "16",
-        "--multi-latent-attention",
-        "--kv-lora-rank",
-        "512",
-        "--q-lora-rank",
-        "1536",
-        "--qk-head-dim",
-        "128",
-        "--qk-pos-emb-head-dim",
-        "64",
-        "--v-head-dim",
-        "128",
-        "--swiglu",
-        "--num-experts",
-        "64",
-        "--moe-router-topk",
-        "6",
-        "--moe-ffn-hidden-size",
-        "1408",
-        "--position-embedding-type",
-        "rope",
-    ]
-    conversion = convert_flags([*words, "--moe-layer-freq", "([0]*1+[1]*3)"])
+    conversion = convert_flags([*LATENT, "--moe-layer-freq", "([0]*1+[1]*3)"])
     (tmp_path / "suite.yaml").write_text(conversion.yaml())
     model = load_settings(tmp_path / "suite.yaml").model
     assert (model.head_dim, model.head_dim_v, model.kv_lora_rank, model.q_lora_rank) == (192, 128, 512, 1536)

@@ -24,7 +24,6 @@ from mindspeed_cp import Documents, Topology, build_plan
 from mindspeed_cp.algorithms.linear_layout import with_linear_layout
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.megatron import (
-    global_loss,
     install,
     install_model,
     layer_attentions,
@@ -42,7 +41,7 @@ from mindspeed_cp.megatron import (
 from mindspeed_cp.megatron.patches import versions
 from tests.gloo import share_event_loop
 from tests.limits import HANG
-from tests.megatron.packed import cut_batch, cut_of, plan_whole
+from tests.megatron.packed import cut_batch, plan_whole
 from tools.megatron_arguments import entry_of
 
 with megatron_imports():
@@ -191,6 +190,8 @@ def lacks(config: Mapping[str, Any], case: Case | None = None) -> str | None:
             return f"megatron-core {VERSION} has no {name}"
     if case and case.model.get("position_embedding_type") == "yarn" and versions.IS_0_12:
         return f"a GPTModel of megatron-core {VERSION} has no position_embedding_type 'yarn'"
+    if case and versions.IS_0_12 and config.get("mtp_num_layers"):
+        return f"multi-token prediction of megatron-core {VERSION} refuses packed_seq_params"
     norms_alone = config.get("qk_layernorm") and config.get("q_lora_rank", 0) is None
     if norms_alone and find_spec("megatron.core.transformer.mla_qk_norm_config"):
         return (
@@ -303,7 +304,7 @@ def planned(case: Case, tp: int = 1, cp: int = 1, ep: int = 1) -> Outcome:
     config = transformer_config(tp, cp, ep, **case.config)
     suite = Suite(context_parallel_size=cp, algorithm=case.algorithm, options=case.options)
     arguments = {"position_embedding_type": "none", **case.model} if case.alibi else case.model
-    spec = install(layer_spec(config), suite, alibi=case.alibi, packed_cut=cut_of(case.packed))
+    spec = install(layer_spec(config), suite, alibi=case.alibi)
     later = {"mtp_block_spec": local_mtp_spec(config, spec)} if config.mtp_num_layers else {}
     model: torch.nn.Module = build(config, spec, **arguments, **later)
     if config.bf16:
@@ -339,12 +340,19 @@ def planned(case: Case, tp: int = 1, cp: int = 1, ep: int = 1) -> Outcome:
             forward_only=False,
         )
         norms += [] if optimizer is None else [float(optimizer.step()[1])]
-    loss = global_loss(reports, parallel_state.get_data_parallel_group(with_context_parallel=True))
+    loss, tokens = global_loss(reports)
     tensors: dict[str, np.ndarray] = {}
     for name, p in model.named_parameters():
         local = p.detach() if optimizer is not None else p.main_grad
         tensors |= _whole(name.removeprefix("module."), p, local, config.num_moe_experts or 0)
-    return Outcome(loss.mean, loss.tokens, tensors, tuple(norms), later_losses() if config.mtp_num_layers else ())
+    return Outcome(loss, tokens, tensors, tuple(norms), later_losses() if config.mtp_num_layers else ())
+
+
+def global_loss(reports: list[dict[str, torch.Tensor]]) -> tuple[float, int]:
+    """The mean loss over the tokens of all micro-batches and ranks, and their number; (0, 0) without."""
+    total = torch.stack([torch.zeros(2), *(report["lm loss"] for report in reports)]).double().sum(0)
+    dist.all_reduce(total, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+    return float(total[0]) / max(1, int(total[1])), int(total[1])
 
 
 def later_losses() -> tuple[float, ...]:

@@ -14,9 +14,6 @@ from mindspeed_cp.megatron import megatron_imports, planned_batch_from
 with megatron_imports():
     from megatron.core.packed_seq_params import PackedSeqParams
 
-#: "padded": sequences are padded, then each is cut; "whole": not cut, planned_batch_from gets it.
-WAYS = ("document", "padded", "row", "whole")
-
 
 def zigzag_rows(start: int, length: int, ranks: int, rank: int) -> list[int]:
     """Chunks rank and 2 * ranks - 1 - rank of the 2 * ranks chunks of a sequence."""
@@ -29,11 +26,6 @@ def zigzag_rows(start: int, length: int, ranks: int, rank: int) -> list[int]:
 
 def ends(lengths: Sequence[int]) -> torch.Tensor:
     return torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
-
-
-def cut_of(way: str | None) -> str:
-    """Return the argument packed_cut of install for a way."""
-    return "row" if way == "row" else "document"
 
 
 def plain_params(lengths: Sequence[int], padded: Sequence[int] | None = None, **changes: Any) -> Any:
@@ -54,7 +46,8 @@ def cut_batch(
     whole: dict[str, torch.Tensor], lengths: Sequence[int], way: str, ranks: int, rank: int
 ) -> tuple[dict[str, torch.Tensor], Any]:
     """This rank's rows of a batch [tokens] and its positions, each [1, t], and plain PackedSeqParams; positions of mrope,
-    [3, tokens], if it has them, as [3, 1, t]."""
+    [3, tokens], if it has them, as [3, 1, t]. `way` is "document": each sequence is cut; "padded": padded before; or
+    "row": the whole row is cut."""
     whole = dict(whole)
     mrope = whole.pop("position_ids", None)
     padded = [length + -length % (4 * ranks) for length in lengths] if way == "padded" else list(lengths)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology, build_plan
 from mindspeed_cp.integrations.huggingface.loss import shifted_labels
-from mindspeed_cp.megatron import PlannedBatchParams, planned_batch, planned_params, shift_labels
+from mindspeed_cp.megatron import planned_batch, planned_params, shift_labels
 
 ATTENTION = AttentionConfig(heads=4, kv_heads=2, head_dim=8)
 LENGTHS = [7, 0, 1, 12, 5]
@@ -147,7 +147,3 @@ def test_shift_labels_refuses_trees() -> None:
 def test_shift_labels_refuses_another_number_of_tokens() -> None:
     with pytest.raises(ConfigError, match="tokens has 3 elements, but the documents have 4 tokens"):
         shift_labels(torch.zeros(3), Documents([4]))
-
-
-def test_parameters_without_a_plan_are_plain_megatron_parameters() -> None:
-    assert PlannedBatchParams(qkv_format="thd").plan is None

@@ -40,8 +40,8 @@ def test_patches_are_applied_on_call_and_undone() -> None:
     with megatron_compat() as outer, megatron_compat() as inner:
         assert set(inner) <= set(outer)
         if IS_0_16:
-            needed = [patch for patch in PATCHES if patch.versions[0] <= (0, 16) < patch.versions[1]]
-            assert len(needed) == 3 and outer == [f"{patch.module}.{patch.name}" for patch in needed]
+            needed = [f"{module}.{name}" for module, name, first, end, _ in PATCHES if first <= (0, 16) < end]
+            assert len(needed) == 3 and outer == needed
             assert moe_utils.te_general_gemm is None and multi_latent_attention.HAVE_TE is False
         sizes = token_dispatcher.maybe_move_tensor_to_cpu(torch.tensor([1, 2]), as_numpy=True)
         assert sizes.tolist() == [1, 2] and not isinstance(sizes, torch.Tensor)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mindspeed_cp.megatron import megatron_imports, megatron_on_cpu
-from tests.megatron.gpt import one_rank, seed_generators
+from tests.megatron.gpt import one_rank
 
 with megatron_imports():
     from megatron.core import tensor_parallel
@@ -78,18 +78,6 @@ def test_a_side_thread_is_refused() -> None:
     thread.start()
     thread.join()
     assert "enter it in the main thread" in str(errors[0])
-
-
-def test_megatrons_random_tracker_works() -> None:
-    with one_rank():
-        seed_generators(5)
-        tracker = tensor_parallel.get_cuda_rng_tracker()
-        start = torch.get_rng_state()
-        with tracker.fork():
-            first = torch.rand(4)
-        assert torch.equal(torch.get_rng_state(), start)
-        with tracker.fork():
-            assert not torch.equal(torch.rand(4), first)
 
 
 def test_recompute_repeats_dropout_and_queues_nothing() -> None:

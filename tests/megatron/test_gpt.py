@@ -1,7 +1,12 @@
-"""A GPT with planned attention: the same loss, gradients and steps on any number of ranks, and as plain Megatron."""
+"""A GPT with planned attention: the same loss, gradients and steps on any number of ranks, and as plain Megatron.
+
+One table has cases of all that a model, a batch and a plan may have. Each is compared with Megatron's own attention on one
+rank, every document alone, and on the ranks of every layout with one rank.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,6 +15,7 @@ import torch
 from torch.nn import functional
 
 from mindspeed_cp.algorithms import ALGORITHMS
+from mindspeed_cp.algorithms.linear_layout import LINEAR_LAYOUT_MODES
 from mindspeed_cp.megatron.patches import versions
 from tests.megatron.gpt import Case, available, named, on_ranks, one_rank, planned, transformer_config
 from tests.megatron.models import EXPERTS, FULL, LATENT, LATENT_YARN, SELECTIVE, SIX_HEADS, YARN
@@ -21,8 +27,16 @@ from tools.megatron_arguments import entry_of
 RAGGED = (37, 0, 5, 1, 64, 2, 23, 11)  # divisible by nothing, empty, shorter than the ranks
 MORE = (3, 50, 1, 1, 0, 7)
 ODD = (RAGGED, MORE, (1, 2, 1))  # under sequence parallelism some ranks get rows of padding, one nothing else
+LONG = (90, 3, 5, 1, 0, 14, 2)  # balanced by work, four ranks hold between 22 and 30 of these tokens
+EQUAL = ((48, 24, 0, 72), (24, 24, 48))  # each sequence divides by 2 * cp, for cp 2, 3 and 4
 ROPE = dict(rotary_percent=0.5, rotary_base=500, rope_scaling=True, seq_len_interpolation_factor=2.0)
 DROPOUT = dict(attention_dropout=0.3)
+WINDOWS = dict(window_size=(9, 0), window_attn_skip_freq=2)
+LEARNED = dict(position_embedding_type="learned_absolute")
+BALANCED: dict[str, Any] = dict(algorithm="direct", options={"layout": "balanced"})
+ON: dict[str, Any] = dict(options={"latents": "on"})
+MROPE: dict[str, Any] = dict(model=dict(position_embedding_type="mrope"), config=dict(mrope_section=[1, 1, 2]))
+TWO: dict[str, Any] = dict(mtp_num_layers=2, mtp_loss_scaling_factor=0.7)
 
 #: Settings that docs/megatron_arguments.yaml calls ignored, away from the values of the tests' model.
 IGNORED: dict[str, dict[str, Any]] = {
@@ -77,6 +91,100 @@ ALL_CASES = {
     ),
     "latent, ulysses": Case((RAGGED, MORE), algorithm="ulysses", config=LATENT),
 }
+#: Latents travel, whatever the cost model says.
+ALL_CASES |= {
+    f"latents: {name}": replace(case, config={**LATENT, **case.config}, options=ON["options"])
+    for name, case in {
+        "packed": Case((RAGGED, MORE)),
+        "queries not compressed, latents normed": Case((RAGGED,), config={"q_lora_rank": None, "qk_layernorm": True}),
+        "YaRN": Case((RAGGED,), config=LATENT_YARN),
+        "sbhd": Case(((29, 29),), qkv_format="sbhd"),
+        "core attention recomputed": Case((RAGGED,), config=SELECTIVE),
+        "fully recomputed": Case(((29,),), qkv_format="sbhd", config=FULL),
+        "hierarchical": Case((RAGGED, MORE), algorithm="hierarchical"),
+        "dropout, fully recomputed": Case((RAGGED,), config={**FULL, **DROPOUT}),
+        "distributed optimizer": Case((RAGGED, MORE), optimizer="distributed", steps=2),
+    }.items()
+}
+#: Linear layers have a layout of their own: q, k and v move, or hidden states.
+ALL_CASES |= {
+    f"{mode} moves: {name}": replace(case, remap=mode)
+    for mode in LINEAR_LAYOUT_MODES
+    for name, case in {
+        "grouped queries": Case((LONG, MORE), **BALANCED),
+        "ring": Case((LONG, MORE), algorithm="ring", options={"layout": "balanced"}),
+        "split heads": Case((LONG, MORE), algorithm="hybrid", options={"layout": "balanced"}),
+        "ranks without tokens": Case(((1, 1), (1, 2, 1), LONG), **BALANCED),
+        "window in every other layer": Case((LONG, MORE), algorithm="direct", config=WINDOWS),
+        "latent": Case((LONG, MORE), **BALANCED, config=LATENT),
+        "full recompute": Case((LONG, MORE), **BALANCED, config=FULL),
+        "selective recompute, dropout": Case((LONG, MORE), **BALANCED, config={**SELECTIVE, **DROPOUT}),
+        "learned positions": Case((LONG,), **BALANCED, model=LEARNED),
+        "optimizer": Case((LONG, MORE), **BALANCED, optimizer="distributed", steps=3),
+    }.items()
+    if (name, mode) != ("split heads", "hidden")  # hybrid has no such layout
+}
+#: Plain PackedSeqParams of a data loader, or planned_batch_from's batches (tests.megatron.packed).
+ALL_CASES |= {
+    f"loader: {name}": case
+    for name, case in {
+        "documents": Case(EQUAL, packed="document"),
+        "documents, ulysses, full recompute": Case(EQUAL, packed="document", algorithm="ulysses", config=FULL),
+        "documents, hierarchical": Case(EQUAL, packed="document", algorithm="hierarchical"),
+        "documents, selective recompute": Case(EQUAL, packed="document", config=SELECTIVE),
+        "documents, learned positions": Case(EQUAL, packed="document", model=LEARNED),
+        "padded": Case((RAGGED, MORE), packed="padded"),
+        "padded, direct": Case((RAGGED, MORE), packed="padded", **BALANCED),
+        "padded, latent, full recompute": Case((RAGGED, MORE), packed="padded", config={**LATENT, **FULL}),
+        "padded, windows": Case((RAGGED, MORE), packed="padded", algorithm="direct", config=WINDOWS),
+        "padded, optimizer": Case((RAGGED, MORE), packed="padded", optimizer="distributed", steps=2),
+        "whole": Case((RAGGED, MORE), packed="whole"),
+        "whole, ulysses, windows": Case((RAGGED, MORE), packed="whole", algorithm="ulysses", config=WINDOWS),
+        "whole, hierarchical, dropout": Case(
+            ((37, 5, 1, 64), (3, 50, 1, 1, 7)), packed="whole", algorithm="hierarchical", config=DROPOUT
+        ),
+    }.items()
+}
+ALL_CASES |= {
+    f"mrope: {name}": case
+    for name, case in {
+        "zig-zag": Case((RAGGED, MORE), **MROPE),
+        "balanced, linear layout": Case((RAGGED, MORE), **MROPE, remap="hidden", **BALANCED),
+        "hierarchical": Case((RAGGED,), **MROPE, algorithm="hierarchical"),
+        "sbhd": Case(((29, 29),), qkv_format="sbhd", **MROPE),
+        "ranks without tokens": Case(((1, 1), (1, 2, 1)), **MROPE),
+        "cut by a data loader": Case(((24, 48, 72),), packed="document", **MROPE),
+        "padded by a data loader": Case((RAGGED,), packed="padded", **MROPE),
+        "planned from cu_seqlens": Case((RAGGED,), packed="whole", **MROPE),
+        "full recompute": Case((RAGGED,), model=MROPE["model"], config={**MROPE["config"], **FULL}),
+        "later tokens": Case((RAGGED,), model=MROPE["model"], config={**MROPE["config"], **TWO}),
+    }.items()
+}
+#: Multi-token prediction.
+LATER_CASES = {
+    f"later tokens: {name}": replace(case, config={**TWO, **case.config})
+    for name, case in {
+        "one layer": Case((RAGGED, MORE), config=dict(mtp_num_layers=1)),
+        "two layers, balanced": Case((RAGGED, MORE), **BALANCED),
+        "three layers, hierarchical": Case((RAGGED,), config=dict(mtp_num_layers=3), algorithm="hierarchical"),
+        "linear layout": Case((RAGGED, MORE), remap="hidden", **BALANCED),
+        "uneven mask": Case((RAGGED, MORE), masked=0.6),
+        "nothing counts": Case((RAGGED,), masked=1.0),
+        "ranks without tokens": Case(((1, 1), (1, 2, 1))),
+        "learned positions": Case((RAGGED,), model=LEARNED),
+        "sbhd": Case(((29, 29),), qkv_format="sbhd"),
+        "sbhd without parameters": Case(((24, 24),), qkv_format="sbhd", carried=False),
+        "cut by a data loader": Case(((24, 48, 72),), packed="document"),
+        "planned from cu_seqlens": Case((RAGGED,), packed="whole"),
+        "latent": Case((RAGGED,), config=LATENT),
+        "dropout, selective recompute": Case((RAGGED,), config={**SELECTIVE, **DROPOUT}),
+        "full recompute": Case((RAGGED,), config=FULL),
+        "a layer for all depths": Case((RAGGED,), config={"mtp_use_repeated_layer": True}),
+        "detached heads": Case((RAGGED,), config={"mtp_detach_heads": True}),
+        "window in every other layer": Case((RAGGED, MORE), config=WINDOWS),
+    }.items()
+}
+ALL_CASES |= LATER_CASES
 CASES = available(ALL_CASES)
 #: Experts need sequence parallelism there (tests/megatron/test_experts.py); halves of gated layers would be put together
 #: in another order.
@@ -96,11 +204,12 @@ def oracle(ranks: MegatronRanks) -> Runs:
 
 
 def has_oracle(case: Case) -> bool:
-    """False for what only planned attention has, windows in Megatron 0.12 too, and for experts, whose losses are means
-    over the tokens of a micro-batch."""
+    """False for what only planned attention has, windows in Megatron 0.12 too, and for experts and multi-token prediction,
+    whose losses are means over the tokens of a micro-batch."""
     if versions.IS_0_12 and "window_size" in case.config:
         return False
-    return not (case.optimizer or case.config.get("attention_dropout") or case.config.get("num_moe_experts"))
+    names = ("attention_dropout", "num_moe_experts", "mtp_num_layers")
+    return not (case.optimizer or any(case.config.get(name) for name in names))
 
 
 @pytest.mark.parametrize("name", named({name: case for name, case in ALL_CASES.items() if has_oracle(case)}))
@@ -109,7 +218,7 @@ def test_one_rank_equals_megatrons_own_attention(name: str, runs: Runs, oracle: 
 
 
 @pytest.mark.parametrize("name", named(ALL_CASES))
-@pytest.mark.parametrize("layout", [pytest.param("cp2", marks=pytest.mark.thorough), "cp3", "tp2 x cp2"])
+@pytest.mark.parametrize("layout", [pytest.param("cp4", marks=pytest.mark.thorough), "cp3", "tp2 x cp2"])
 def test_any_layout_equals_one_rank(layout: str, name: str, runs: Runs) -> None:
     if layout != "tp2 x cp2":
         runs.check(name, LAYOUTS[layout])
@@ -126,13 +235,29 @@ def test_settings_that_are_called_ignored_change_the_model(name: str) -> None:
     assert len([setting for setting in IGNORED[name] if getattr(default, setting) != getattr(other, setting)]) >= 2
 
 
-def test_sequence_parallelism_pads_each_rank_not_each_document(ranks: MegatronRanks) -> None:
-    configs = {"packed": {}, "latent": {**LATENT, "qk_layernorm": True}, "dropout, full recompute": {**DROPOUT, **FULL}}
-    cases = {
-        name: (Case(ODD, config={**config, "sequence_parallel": True}), Case(ODD, config=config))
-        for name, config in configs.items()
+#: Cases without sequence parallelism, in which ranks get rows of padding.
+SHARED = available(
+    {
+        "packed": Case(ODD),
+        "latent": Case(ODD, config={**LATENT, "qk_layernorm": True}),
+        "latents": Case(ODD, config={**LATENT, "qk_layernorm": True}, **ON),
+        "dropout, full recompute": Case(ODD, config={**DROPOUT, **FULL}),
+        **{
+            f"{mode} moves, {name}": Case((LONG, MORE, (1, 2, 1)), **BALANCED, remap=mode, config=config)
+            for mode in LINEAR_LAYOUT_MODES
+            for name, config in {"dense": {}, "latent": LATENT, "dropout, full": {**DROPOUT, **FULL}}.items()
+        },
+        **{f"loader, {name}": ALL_CASES[f"loader: {name}"] for name in ("documents", "padded", "whole")},
+        "later tokens": Case((RAGGED, (1, 2, 1)), config=TWO),
     }
-    equal_to_one_rank(ranks, (2, 2), cases)
+)
+
+
+def test_sequence_parallelism_pads_each_rank_not_each_document(ranks: MegatronRanks) -> None:
+    shares = {"sequence_parallel": True}
+    equal_to_one_rank(
+        ranks, (2, 2), {name: (replace(case, config={**case.config, **shares}), case) for name, case in SHARED.items()}
+    )
 
 
 def test_data_parallel_replicas_with_unequal_counts_share_one_mean(runs: Runs) -> None:
@@ -166,11 +291,15 @@ def test_the_cases_can_tell_positions_and_borders_apart(runs: Runs) -> None:
         assert abs(runs.alone(name).loss - both) > 1e-3
     for name in {"window in every other layer"} & CASES.keys():
         assert abs(runs.alone("sliding window").loss - runs.alone(name).loss) > 1e-3
-    alibi, yarn = runs.alone("ALiBi"), runs.alone("latent, YaRN")
+    alibi, yarn, documents = runs.alone("ALiBi"), runs.alone("latent, YaRN"), runs.alone("loader: documents")
+    for name in ("zig-zag", "hierarchical"):  # height and width are seen
+        assert abs(runs.alone(f"mrope: {name}").loss - (both if name == "zig-zag" else packed)) > 1e-3
     with one_rank():
         merged = planned(Case(((sum(RAGGED),),)))
+        uncut = planned(Case(tuple((sum(lengths),) for lengths in EQUAL)))
         unrotated = planned(Case((RAGGED, MORE), model=dict(position_embedding_type="none"), config=SIX_HEADS))
         unscaled = planned(Case((RAGGED, MORE), config=LATENT))
     assert abs(merged.loss - packed) > 1e-3
+    assert abs(uncut.loss - documents.loss) > 1e-3
     assert abs(alibi.loss - unrotated.loss) > 1e-3
     assert abs(yarn.loss - unscaled.loss) > 1e-4

@@ -1,8 +1,7 @@
-"""Latents that travel in Megatron's multi-latent attention: loss and all gradients as with its own dense attention."""
+"""Latents that travel in Megatron's multi-latent attention: projections, refusals, checkpoints (losses: test_gpt.py)."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,65 +12,11 @@ import torch
 from mindspeed_cp import ConfigError
 from mindspeed_cp.megatron import attention_config, install, install_model, local_spec, megatron_imports
 from mindspeed_cp.megatron.adaptors.latent import latent_projections
-from tests.megatron.gpt import Case, Outcome, Suite, available, named, one_rank, planned, transformer_config
-from tests.megatron.models import FULL, LATENT, LATENT_YARN, SELECTIVE
-from tests.megatron.oracle import plain
-from tests.megatron.ranks import MegatronRanks
-from tests.megatron.runs import LAYOUTS, Runs, assert_equal, equal_to_one_rank
-from tests.megatron.test_gpt import MORE, ODD, RAGGED
+from tests.megatron.gpt import Suite, one_rank, transformer_config
+from tests.megatron.models import LATENT
 
 with megatron_imports():
     from megatron.core.models.gpt.gpt_model import GPTModel
-
-ON: dict[str, Any] = dict(options={"latents": "on"})
-
-ALL_CASES = {
-    "packed": Case((RAGGED, MORE), config=LATENT, **ON),
-    "queries not compressed, latents normed": Case(
-        (RAGGED,), config={**LATENT, "q_lora_rank": None, "qk_layernorm": True}, **ON
-    ),
-    "YaRN": Case((RAGGED,), config={**LATENT, **LATENT_YARN}, **ON),
-    "sbhd": Case(((29, 29),), qkv_format="sbhd", config=LATENT, **ON),
-    "core attention recomputed": Case((RAGGED,), config={**LATENT, **SELECTIVE}, **ON),
-    "fully recomputed": Case(((29,),), qkv_format="sbhd", config={**LATENT, **FULL}, **ON),
-    "hierarchical": Case((RAGGED, MORE), algorithm="hierarchical", config=LATENT, **ON),
-    "dropout, fully recomputed": Case((RAGGED,), config={**LATENT, **FULL, "attention_dropout": 0.3}, **ON),
-    "distributed optimizer": Case((RAGGED, MORE), optimizer="distributed", steps=2, config=LATENT, **ON),
-}
-CASES = available(ALL_CASES)
-
-
-def reference_step(case: Case) -> Outcome:
-    """Megatron's own attention, each document alone; with dropout or an optimizer, planned attention without latents."""
-    if case.optimizer or "attention_dropout" in case.config:
-        return planned(replace(case, options={"latents": "off"}))
-    return plain(case)
-
-
-@pytest.fixture(scope="module")
-def expected(ranks: MegatronRanks) -> Runs:
-    return Runs(ranks, CASES, reference_step)
-
-
-@pytest.fixture(scope="module")
-def runs(ranks: MegatronRanks) -> Runs:
-    return Runs(ranks, CASES)
-
-
-@pytest.mark.parametrize("name", named(ALL_CASES))
-@pytest.mark.parametrize("layout", ["one rank", "cp3", "tp2 x cp2"])
-def test_latents_equal_megatrons_own_attention(layout: str, name: str, runs: Runs, expected: Runs) -> None:
-    wanted = expected.alone(name)
-    outcomes = [{name: runs.alone(name)}] if layout == "one rank" else runs.on(LAYOUTS[layout])
-    for outcome in outcomes:
-        assert_equal(outcome[name], wanted)
-
-
-def test_sequence_parallel_ranks_equal_megatrons_own_attention(ranks: MegatronRanks) -> None:
-    config = {**LATENT, "qk_layernorm": True}
-    plain_case = Case(ODD, config=config)
-    case = Case(ODD, config={**config, "sequence_parallel": True}, **ON)
-    equal_to_one_rank(ranks, (2, 2), {"latents": (case, plain_case)}, plain)
 
 
 def test_attention_of_a_model_says_what_its_latents_are() -> None:

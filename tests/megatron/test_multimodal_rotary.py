@@ -1,4 +1,4 @@
-"""mrope: Megatron's own rotation on any rank, and models of one rank on any ranks."""
+"""mrope: Megatron's own rotation on any rank, positions of batches, refusals (losses: test_gpt.py)."""
 
 from __future__ import annotations
 
@@ -20,23 +20,15 @@ from mindspeed_cp.megatron import (
     planned_params,
 )
 from mindspeed_cp.megatron.adaptors.rotary import MultimodalRotary
-from mindspeed_cp.megatron.patches.versions import IS_0_12
 from tests.megatron.gpt import (
-    Case,
     Suite,
     build,
     layer_spec,
     mrope_positions,
-    one_rank,
-    planned,
     transformer_config,
 )
-from tests.megatron.models import FULL
-from tests.megatron.oracle import plain
 from tests.megatron.packed import ends, plain_params
-from tests.megatron.ranks import MegatronRanks
-from tests.megatron.runs import LAYOUTS, Runs, assert_equal
-from tests.megatron.test_gpt import MORE, RAGGED
+from tests.megatron.test_gpt import RAGGED
 
 with megatron_imports():
     from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
@@ -50,23 +42,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "interpolated": dict(seq_len_interpolation_factor=3.0),
 }
 ATTENTION = AttentionConfig(heads=4, kv_heads=2, head_dim=16)
-
-MODEL: dict[str, Any] = dict(model=dict(position_embedding_type="mrope"))
-CONFIG: dict[str, Any] = dict(mrope_section=[1, 1, 2])
-BALANCED: dict[str, Any] = dict(algorithm="direct", options={"layout": "balanced"})
-CASES = {
-    "zig-zag": Case((RAGGED, MORE), **MODEL, config=CONFIG),
-    "balanced, linear layout": Case((RAGGED, MORE), **MODEL, config=CONFIG, remap="hidden", **BALANCED),
-    "hierarchical": Case((RAGGED,), **MODEL, config=CONFIG, algorithm="hierarchical"),
-    "sbhd": Case(((29, 29),), qkv_format="sbhd", **MODEL, config=CONFIG),
-    "ranks without tokens": Case(((1, 1), (1, 2, 1)), **MODEL, config=CONFIG),
-    "cut by a data loader": Case(((24, 48, 12),), packed="document", **MODEL, config=CONFIG),
-    "padded by a data loader": Case((RAGGED,), packed="padded", **MODEL, config=CONFIG),
-    "planned from cu_seqlens": Case((RAGGED,), packed="whole", **MODEL, config=CONFIG),
-    "full recompute": Case((RAGGED,), **MODEL, config={**CONFIG, **FULL}),
-}
-if not IS_0_12:
-    CASES["multi-token prediction"] = Case((RAGGED,), **MODEL, config={**CONFIG, "mtp_num_layers": 2})
 
 
 def megatron_rotary(**options: Any) -> Any:
@@ -93,31 +68,6 @@ def test_rotation_is_megatrons_to_the_bit(variant: str, dtype: torch.dtype, alon
             assert torch.equal(plan.layout.unshard(parts), expected)
             rows = [batch["position_ids"][:, 0, : params.linear_length].T for batch, params in batches]
             assert torch.equal(plan.batch_layout.unshard(rows), positions.T)
-
-
-@pytest.fixture(scope="module")
-def runs(ranks: MegatronRanks) -> Runs:
-    return Runs(ranks, CASES)
-
-
-@pytest.mark.parametrize("name", ["zig-zag", "sbhd"])
-def test_one_rank_equals_megatrons_own_mrope(name: str, runs: Runs) -> None:
-    """Each document alone, through Megatron's own module and attention."""
-    outcome = runs.alone(name)
-    with one_rank():
-        assert_equal(outcome, plain(CASES[name]))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_three_ranks_equal_one(name: str, runs: Runs) -> None:
-    runs.check(name, LAYOUTS["cp3"])
-
-
-def test_the_model_sees_height_and_width(runs: Runs) -> None:
-    outcome = runs.alone("zig-zag")
-    with one_rank():
-        text = planned(Case((RAGGED, MORE)))
-    assert abs(outcome.loss - text.loss) > 1e-3
 
 
 def whole_batch() -> dict[str, torch.Tensor]:

@@ -1,14 +1,19 @@
-"""Plain PackedSeqParams in PlannedAttention: when plans are made, what is kept, and what is refused."""
+"""Batches that a data loader has cut, without a plan: when plans are made, what is kept, and what is refused, such as
+documents that nothing tells."""
 
 from __future__ import annotations
 
 import gc
+import inspect
+import sys
+from argparse import Namespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from mindspeed_cp import ConfigError
+from mindspeed_cp import ConfigError, Documents
 from mindspeed_cp.megatron import (
     PlannedAttention,
     install,
@@ -17,14 +22,17 @@ from mindspeed_cp.megatron import (
     planned_batch_from,
     planned_params,
 )
-from mindspeed_cp.megatron.adaptors.packed import plan_cache
-from tests.megatron.gpt import VOCABULARY, Suite, build, layer_spec, transformer_config
-from tests.megatron.packed import cut_batch, ends, plain_params
-from tests.megatron.ranks import SilentGroup
+from mindspeed_cp.megatron.adaptors.batch import plan_cache
+from mindspeed_cp.megatron.adaptors.packed import build_plan_of_cut, refuse_documents_without_plan
+from tests.megatron.gpt import VOCABULARY, Suite, build, layer_spec, megatron, transformer_config
+from tests.megatron.packed import cut_batch, ends, plain_params, zigzag_rows
+from tests.megatron.ranks import MegatronRanks, SilentGroup
 from tests.megatron.test_core_attention import attention, plan_for
 
 with megatron_imports():
+    from megatron.core import parallel_state
     from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.utils import get_batch_on_this_cp_rank
 
 
 def inputs(rows: int) -> list[torch.Tensor]:
@@ -68,7 +76,7 @@ def test_a_micro_batch_is_planned_once_for_all_its_layers(alone: None) -> None:
     model = install_model(build(config, install(layer_spec(config), Suite())))
     cores = [layer.self_attention.core_attention for layer in model.decoder.layers]
     assert cores[0].packed is cores[1].packed and len(cores[0].packed.attentions) == 2
-    cache = plan_cache("document", False)
+    cache = plan_cache(False, build_plan_of_cut)
     params, before = plain_params([3, 7, 11, 2]), (cache.misses, cache.hits)
     tokens = torch.randint(0, VOCABULARY, (1, 23))
     for _ in range(3):  # as recomputation calls it again
@@ -134,13 +142,9 @@ def test_rows_that_are_not_those_of_cu_seqlens_are_refused(alone: None) -> None:
 def test_sequences_that_cannot_be_cut_are_refused(alone: None) -> None:
     with pytest.raises(
         ConfigError, match=r"sequence 1 of packed_seq_params has 18 tokens; .* context_parallel_size, 4; pad it to 20 .*"
-        r"planned_batch_from, which takes any length.*packed_cut='row'"
+        r"planned_batch_from, which takes any length"
     ):  # fmt: skip
         on_rank(1, 2)(*inputs(14), None, packed_seq_params=plain_params([8, 18, 6]))
-    with pytest.raises(ConfigError, match="the packed row has 30 tokens; valid with packed_cut 'row': a multiple of 2"):
-        on_rank(1, 2, packed_cut="row")(*inputs(15), None, packed_seq_params=plain_params([8, 22]))
-    with pytest.raises(ConfigError, match="packed_cut is 'rows'; valid: document, row"):
-        attention(packed_cut="rows")
 
 
 def test_settings_of_plans_that_rows_of_a_loader_exclude_are_refused(alone: None) -> None:
@@ -157,21 +161,20 @@ def test_settings_of_plans_that_rows_of_a_loader_exclude_are_refused(alone: None
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-@pytest.mark.parametrize(("cut", "way"), [("document", "row"), ("row", "document")])
-def test_positions_tell_a_batch_that_was_cut_in_the_other_way(cut: str, way: str, rank: int, alone: None) -> None:
+def test_positions_tell_a_batch_that_was_cut_in_the_other_way(rank: int, alone: None) -> None:
     """Both ways fit these lengths: nothing but the positions shows which it was."""
-    module, lengths = on_rank(rank, 3, packed_cut=cut), [12, 24, 6, 30]
+    module, lengths = on_rank(rank, 3), [12, 24, 6, 30]
     tokens = {"tokens": torch.arange(72)}  # also positions that run through the row
-    batch, params = cut_batch(tokens, lengths, cut, 3, rank)
+    batch, params = cut_batch(tokens, lengths, "document", 3, rank)
     planned = module.packed.planned(params, module.cp_group)
     module.packed.check_positions(planned, batch["position_ids"])
     module.packed.check_positions(planned, batch["tokens"])
     module.packed.check_positions(planned, None)
     module.packed.check_positions(planned, torch.arange(72)[None])  # of another shape: not those of the rows
-    other, _ = cut_batch(tokens, lengths, way, 3, rank)
+    other, _ = cut_batch(tokens, lengths, "row", 3, rank)
     module.packed.check_positions(planned, mrope(batch["position_ids"]))
     for positions in (other["position_ids"], other["tokens"], mrope(other["position_ids"])):
-        with pytest.raises(ConfigError, match=rf"those of a batch cut by {way}; valid here: .*packed_cut='{way}'\)"):
+        with pytest.raises(ConfigError, match=r"a packed row that was cut as a whole.*valid: .*planned_batch_from"):
             module.packed.check_positions(planned, positions)
 
 
@@ -182,10 +185,102 @@ def mrope(positions: torch.Tensor) -> torch.Tensor:
 
 def test_plans_are_proved_where_settings_say_so(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     proved = []
-    cache = plan_cache("document", True)
+    cache = plan_cache(True, build_plan_of_cut)
     monkeypatch.setattr(cache, "_on_new_plan", proved.append)
     module = attention(suite=Suite(verify_plans=True))
     module(*inputs(28), None, packed_seq_params=plain_params([8, 20]))
     config = transformer_config()
     planned_batch_from({"tokens": torch.zeros(28)}, config, Suite(), 0)
     assert [plan.documents.lengths.tolist() for plan in proved] == [[8, 20]]
+
+
+def cut_otherwise(rank: int, group: None) -> str:
+    with megatron(cp=2):
+        config = transformer_config(cp=2)
+        model = install_model(build(config, install(layer_spec(config), Suite(context_parallel_size=2))))
+        batch, params = cut_batch({"tokens": torch.zeros(32, dtype=torch.int64)}, [8, 24], "row", 2, rank)
+        with pytest.raises(ConfigError) as error:
+            model(batch["tokens"], batch["position_ids"], None, labels=batch["tokens"], packed_seq_params=params)
+        return str(error.value)
+
+
+def test_a_model_looks_at_its_positions(ranks: MegatronRanks) -> None:
+    for text in ranks.run(2, cut_otherwise):
+        assert text.startswith("position_ids are those of a packed row that was cut as a whole")
+
+
+def megatrons_rows(rank: int, group: None) -> list[int]:
+    """Rows that Megatron itself gives a rank, without sequences: those of a document need Transformer Engine."""
+    with megatron(cp=2):
+        others = {"cp_group": parallel_state.get_context_parallel_group(), "is_hybrid_cp": False}
+        taken = inspect.signature(get_batch_on_this_cp_rank).parameters  # neither in 0.12
+        others = {name: value for name, value in others.items() if name in taken}
+        batch = get_batch_on_this_cp_rank({"tokens": torch.arange(32)[None]}, **others)
+        rows: list[int] = batch["tokens"][0].tolist()
+        return rows
+
+
+def test_the_rows_of_these_tests_are_megatrons(ranks: MegatronRanks) -> None:
+    for rank, rows in enumerate(ranks.run(2, megatrons_rows)):
+        assert rows == zigzag_rows(0, 32, 2, rank)
+
+
+# micro-batches without parameters
+
+
+def zigzag(positions: torch.Tensor, ranks: int, rank: int) -> torch.Tensor:
+    """The two chunks of [batch_size, S] that Megatron gives a rank."""
+    chunks = positions.chunk(2 * ranks, dim=1)
+    return torch.cat([chunks[rank], chunks[2 * ranks - 1 - rank]], dim=1) if ranks > 1 else positions
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_positions_of_whole_rows_pass_on_every_rank(ranks: int) -> None:
+    whole = torch.arange(24).expand(2, 24)
+    for rank in range(ranks):
+        refuse_documents_without_plan(zigzag(whole, ranks, rank), SilentGroup(ranks, rank))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("lengths", [(24 - n, n) for n in range(1, 24)], ids=str)
+def test_some_rank_refuses_positions_that_restart_wherever_that_is(ranks: int, lengths: tuple[int, int]) -> None:
+    positions = torch.cat([torch.arange(24)[None], torch.cat([torch.arange(n) for n in lengths])[None]])
+    assert positions[1, Documents(lengths).offsets[1]] == 0
+    refused = 0
+    for rank in range(ranks):
+        try:
+            refuse_documents_without_plan(zigzag(positions, ranks, rank), SilentGroup(ranks, rank))
+        except ConfigError as error:
+            assert "position_ids[1, " in str(error) and "planned_batch" in str(error)
+            refused += 1
+    assert refused
+
+
+def test_later_pipeline_stages_have_no_positions_to_look_at() -> None:
+    refuse_documents_without_plan(None, SilentGroup(2, 0))
+
+
+@pytest.mark.parametrize("flag", ["reset_attention_mask", "reset_position_ids", "dataloader_inter_document_masking"])
+def test_arguments_of_the_training_script_that_say_so_are_enough(monkeypatch: Any, flag: str) -> None:
+    module: Any = ModuleType("megatron.training.global_vars")
+    module._GLOBAL_ARGS = Namespace(reset_attention_mask=False, reset_position_ids=False)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    refuse_documents_without_plan(None, SilentGroup(2, 0))
+    setattr(module._GLOBAL_ARGS, flag, True)
+    with pytest.raises(ConfigError, match=f"{flag} is True, but the micro-batch has no plan"):
+        refuse_documents_without_plan(None, SilentGroup(2, 0))
+
+
+def test_a_model_refuses_positions_that_restart_before_it_computes(alone: None) -> None:
+    config = transformer_config()
+    model = install_model(build(config, install(layer_spec(config), Suite())))
+    tokens = torch.arange(16).reshape(2, 8) % VOCABULARY
+    positions = torch.arange(8).repeat(2, 1)
+    assert model(tokens, positions, None).isfinite().all()
+    positions[1, 5:] -= 5
+    for call in (
+        lambda: model(tokens, positions, None),
+        lambda: model(tokens, position_ids=positions, attention_mask=None),
+    ):
+        with pytest.raises(ConfigError, match=r"position_ids\[1, 5\] is 0 and would be 5"):
+            call()

@@ -19,7 +19,7 @@ from mindspeed_cp import ConfigError
 from mindspeed_cp.cli.case import read_case
 from mindspeed_cp.cli.options import SimulateOptions
 from mindspeed_cp.megatron import PlannedAttention, megatron_imports, pretrain
-from mindspeed_cp.megatron.adaptors.local import stage_arguments
+from mindspeed_cp.megatron.adaptors.spec import stage_arguments
 from mindspeed_cp.megatron.pretrain import layers, step
 from mindspeed_cp.megatron.pretrain.layers import banner
 from tests.megatron.gpt import VOCABULARY, Suite, build, transformer_config
@@ -57,6 +57,7 @@ def test_the_parser_takes_the_plan() -> None:
 
 def test_documents_beside_mindspeed_are_told_without_megatrons_mask(run: Callable[..., Namespace], alone: None) -> None:
     run(reset_attention_mask=False, cp_plan_documents=True)
+    assert pretrain.suite_of(run(reset_attention_mask=False, cp_plan_documents=True)).algorithm == "ring"
     _, params = pretrain.get_batch(iter([rows()]))
     assert list(params.plan.documents.lengths) == [n for row in LENGTHS for n in row]
     with pytest.raises(ConfigError, match="cp_plan_documents is True"):
@@ -103,10 +104,6 @@ def test_settings_that_scripts_cannot_take_are_refused(
         pretrain.suite_of(run(**changes))
 
 
-def test_documents_may_be_told_without_megatrons_flag_for_masks(run: Callable[..., Namespace]) -> None:
-    assert pretrain.suite_of(run(reset_attention_mask=False, cp_plan_documents=True)).algorithm == "ring"
-
-
 def test_the_spec_is_an_object_that_is_built_when_megatron_reads_it(run: Callable[..., Namespace], alone: None) -> None:
     spec = import_module(["mindspeed_cp.megatron.pretrain", "spec"])
     assert spec is pretrain.spec and isinstance(spec, TransformerBlockSubmodules) and callable(spec)
@@ -144,7 +141,7 @@ def test_a_wrapped_provider_installs_the_model(
     assert pretrain.pre_wrap_hook([other]) == [other]
     assert all(m.installed for m in other.modules() if isinstance(m, PlannedAttention))
     line = (
-        "mindspeed-cp: ring over 1 context-parallel ranks; layers 1-2: causal; documents: where positions restart "
+        "mindspeed-cp: ring over 1 context-parallel ranks; 2 layers: causal; documents: where positions restart "
         "(--reset-position-ids)"
     )
     told = capsys.readouterr().out.splitlines()
@@ -156,20 +153,17 @@ def test_a_wrapped_provider_installs_the_model(
     assert case.layer.bytes_per_element == 4 and case.attention.kv_heads == config.num_query_groups
 
 
-def test_the_banner_names_the_attention_of_each_layer(run: Callable[..., Namespace], alone: None) -> None:
+def test_the_banner_names_the_attention_of_the_layers(run: Callable[..., Namespace], alone: None) -> None:
     args = run(reset_position_ids=False, reset_attention_mask=False)
-    config = transformer_config(num_layers=4, window_size=(3, 0), window_attn_skip_freq=[0, 1, 1, 0])
+    config = transformer_config(num_layers=3, window_size=(3, 0), window_attn_skip_freq=[0, 1, 0])
     config.attention_dropout = 0.25
     model = build(config, pretrain.spec(config))
     suite = Suite(context_parallel_size=4, algorithm="double_ring", cp_window_size=2)
     line = banner([model], args, suite)
     assert line == (
-        "mindspeed-cp: double_ring, cp_window_size 2 over 4 context-parallel ranks; layer 1: causal, dropout 0.25; "
-        "layers 2-3: causal, window (3, 0), dropout 0.25; layer 4: causal, dropout 0.25; documents: each row of "
-        "Megatron's data sets is one"
+        "mindspeed-cp: double_ring, cp_window_size 2 over 4 context-parallel ranks; 2 layers: causal, dropout 0.25; 1 "
+        "layer: causal, window (3, 0), dropout 0.25; documents: each row of Megatron's data sets is one"
     )
-    piped = Namespace(**{**vars(args), "pipeline_model_parallel_size": 2})
-    assert "these are the layers of the first of 2 pipeline stages; documents" in banner([model], piped, suite)
     for name in ("sft", "dataloader_inter_document_masking"):
         flagged = Namespace(**{**vars(args), name: True})
         assert banner([model], flagged, suite).endswith(f"documents: by cu_seqlens (--{name.replace('_', '-')})")

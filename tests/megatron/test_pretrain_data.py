@@ -13,7 +13,7 @@ import torch
 
 from mindspeed_cp import ConfigError
 from mindspeed_cp.megatron import planned_batch, pretrain
-from mindspeed_cp.megatron.adaptors import whole_batch
+from mindspeed_cp.megatron.adaptors import batch as batch_module
 from tests.megatron.gpt import build, megatron, transformer_config
 from tests.megatron.ranks import MegatronRanks
 from tests.megatron.script_arguments import LENGTHS, PADDED, TABLE, rows, stand_in
@@ -24,7 +24,7 @@ def test_a_batch_is_the_rows_of_the_plan_of_its_documents(
     run: Callable[..., Namespace], alone: None, monkeypatch: Any, rank: int
 ) -> None:
     run(context_parallel_size=2)
-    monkeypatch.setattr(whole_batch.parallel_state, "get_context_parallel_rank", lambda: rank)
+    monkeypatch.setattr(batch_module.parallel_state, "get_context_parallel_rank", lambda: rank)
     batch, params = pretrain.get_batch(iter([rows()]), transformer_config(cp=2))
     assert params.plan is not None and params.rank == rank
     assert params.plan.documents.lengths.tolist() == [5, 11, 8, 24]

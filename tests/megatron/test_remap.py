@@ -1,10 +1,9 @@
-"""Linear layers on an equal-token layout: the same loss and gradients, whichever of q, k, v and hidden states move."""
+"""Linear layers on an equal-token layout: batches, hooks, refusals, experts (losses of other models: test_gpt.py)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -13,60 +12,11 @@ from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology
 from mindspeed_cp.algorithms.linear_layout import LINEAR_LAYOUT_MODES, with_linear_layout
 from mindspeed_cp.megatron import planned_batch, planned_params
 from mindspeed_cp.megatron.adaptors.hidden import HiddenMove
-from tests.megatron.gpt import Case, available
-from tests.megatron.models import EXPERTS, FULL, LATENT, SELECTIVE
+from tests.megatron.gpt import Case
+from tests.megatron.models import EXPERTS
 from tests.megatron.ranks import MegatronRanks
-from tests.megatron.runs import LAYOUTS, Runs, assert_equal, equal_to_one_rank
-
-LONG = (90, 3, 5, 1, 0, 14, 2)  # balanced by work, ranks hold between 22 and 30 of these tokens
-MORE = (1, 50, 3, 0, 7)
-BALANCED: dict[str, Any] = dict(algorithm="direct", options={"layout": "balanced"})
-ALL_CASES = {
-    "grouped queries": Case((LONG, MORE), **BALANCED),
-    "ring": Case((LONG, MORE), algorithm="ring", options={"layout": "balanced"}),
-    "split heads": Case((LONG, MORE), algorithm="hybrid", options={"layout": "balanced"}),
-    "ranks without tokens": Case(((1, 1), (1, 2, 1), LONG), **BALANCED),
-    "window in every other layer": Case(
-        (LONG, MORE), algorithm="direct", config=dict(window_size=(9, 0), window_attn_skip_freq=2)
-    ),
-    "latent": Case((LONG, MORE), **BALANCED, config=LATENT),
-    "full recompute": Case((LONG, MORE), **BALANCED, config=FULL),
-    "selective recompute, dropout": Case((LONG, MORE), **BALANCED, config={**SELECTIVE, "attention_dropout": 0.3}),
-    "learned positions": Case((LONG,), **BALANCED, model=dict(position_embedding_type="learned_absolute")),
-    "optimizer": Case((LONG, MORE), **BALANCED, optimizer="distributed", steps=3),
-}
-CASES = available(ALL_CASES)
-SHARED = {"grouped queries": {}, "latent": LATENT, "dropout, full recompute": {"attention_dropout": 0.3, **FULL}}
-
-
-@pytest.fixture(scope="module")
-def reference(ranks: MegatronRanks) -> Runs:
-    """Every case on one rank: nothing is cut and nothing moves."""
-    return Runs(ranks, CASES)
-
-
-@pytest.fixture(scope="module", params=LINEAR_LAYOUT_MODES)
-def moved(request: pytest.FixtureRequest, ranks: MegatronRanks) -> Runs:
-    """The cases that have a mode, in it."""
-    names = [name for name in CASES if (name, request.param) != ("split heads", "hidden")]
-    return Runs(ranks, {name: replace(CASES[name], remap=request.param) for name in names})
-
-
-@pytest.mark.parametrize("layout", ["cp4", pytest.param("tp2 x cp2", marks=pytest.mark.thorough)])
-def test_loss_and_gradients_are_those_of_one_rank(layout: str, moved: Runs, reference: Runs) -> None:
-    for outcomes in moved.on(LAYOUTS[layout]):
-        for name, outcome in outcomes.items():
-            assert_equal(outcome, reference.alone(name))
-
-
-@pytest.mark.parametrize("mode", LINEAR_LAYOUT_MODES)
-def test_sequence_parallel_ranks_move_their_shares(mode: str, ranks: MegatronRanks) -> None:
-    plain = {name: Case((LONG, MORE, (1, 2, 1)), **BALANCED, config=config) for name, config in SHARED.items()}
-    cases = {
-        name: (replace(case, remap=mode, config={**case.config, "sequence_parallel": True}), case)
-        for name, case in plain.items()
-    }
-    equal_to_one_rank(ranks, (2, 2), cases)
+from tests.megatron.runs import equal_to_one_rank
+from tests.megatron.test_gpt import BALANCED, LONG, MORE
 
 
 @pytest.mark.parametrize("mode", LINEAR_LAYOUT_MODES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -25,7 +24,6 @@ from mindspeed_cp.megatron import (
     micro_batch_seed,
     planned_batch,
     planned_params,
-    pretrain,
     rows_multiple,
     target_losses,
     trajectory_batch,
@@ -258,56 +256,3 @@ def test_trees_refuse_multi_token_prediction_and_mrope(
             else {}
         )
         refused(words, lambda: gpt(batch["tokens"], batch["position_ids"], None, packed_seq_params=params, **more))
-
-
-# in Megatron's training scripts, with a stand-in for their arguments
-
-OWN: dict[str, Any] = dict(reset_position_ids=False, reset_attention_mask=False)
-
-
-def test_the_step_of_a_script_is_that_of_the_batch(run: Callable[..., Namespace], alone: None) -> None:
-    run(**OWN)
-    listed, weights = trajectories(1)
-    packed = Documents.from_trajectories(listed)
-    config = transformer_config()
-    model = install_model(build(config, install(layer_spec(config), Suite())))
-    logits, loss = pretrain.trajectory_forward_step(iter([(packed, weights)]), model)
-    total, count, report = loss(logits)
-    plain, _ = pretrain.trajectory_forward_step(iter([packed]), model)
-    batch, params = trajectory_batch(packed, plans_of(TREE, config, packed.documents), 0, weights)
-    expected = trajectory_loss_function(
-        batch, model, model(batch["tokens"], batch["position_ids"], None, packed_seq_params=params)
-    )
-    assert (total.item(), int(count)) == (pytest.approx(expected[0].item()), int(expected[1]))
-    assert [float(x) for x in report["lm loss"]] == pytest.approx([float(x) for x in expected[2]["lm loss"]])
-    assert plain.shape == logits.shape
-
-
-@pytest.mark.parametrize(
-    ("changes", "config", "words"),
-    [
-        (dict(reset_position_ids=True), {}, "reset_position_ids is True; valid with trajectories: False"),
-        (dict(reset_attention_mask=True), {}, "reset_attention_mask is True"),
-        (dict(eod_mask_loss=True), {}, "eod_mask_loss is True"),
-        (dict(sft=True), {}, "sft is True"),
-        (dict(cp_plan_pool=True), {}, "cp_plan_pool is True; valid with trajectories: False"),
-        ({}, dict(mtp_num_layers=1), "mtp_num_layers is 1; valid with trajectories: None"),
-        (dict(position_embedding_type="learned_absolute", max_position_embeddings=39), {}, "the longest trajectory has 40 tokens"),
-    ],
-)  # fmt: skip
-def test_arguments_that_contradict_trajectories_are_named(
-    run: Callable[..., Namespace], alone: None, changes: dict[str, Any], config: dict[str, Any], words: str
-) -> None:
-    run(**{**OWN, **changes})
-    refused(words, lambda: pretrain.get_trajectory_batch(packed_and_plan()[0], None, transformer_config(**config)))
-
-
-def test_other_batches_and_schedules_are_refused(run: Callable[..., Namespace], alone: None) -> None:
-    run(**OWN)
-    model = torch.nn.Module()
-    for given in (iter([{"tokens": 1}]), None):
-        refused(
-            "valid on every rank: Documents.from_trajectories",
-            lambda it=given: pretrain.trajectory_forward_step(it, model),
-        )  # type: ignore[misc]
-    refused("return_schedule_plan is True", lambda: pretrain.trajectory_forward_step(iter([]), model, True))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mindspeed_cp import ConfigError, Documents, Topology, build_plan
 from mindspeed_cp.megatron import layer_attentions, megatron_imports, planned_batch, planned_batch_from
-from mindspeed_cp.megatron.adaptors.packed import plan_cache
+from mindspeed_cp.megatron.adaptors.batch import plan_cache
 from tests.megatron.gpt import Suite, transformer_config
 from tests.megatron.packed import ends, plain_params
 
@@ -145,7 +145,7 @@ def test_a_stage_without_tokens_gets_the_plan_from_cu_seqlens() -> None:
 
 
 def test_equal_documents_are_planned_once() -> None:
-    cache = plan_cache(None, False)
+    cache = plan_cache(False)
     whole = {"tokens": torch.arange(61), "cu_seqlens": ends([20, 41])}
     _, first = planned_batch_from(whole, transformer_config(), Suite())
     before = cache.misses

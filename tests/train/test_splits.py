@@ -18,7 +18,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "latent": dict(
         model__num_query_groups=4, model__multi_latent_attention=True, model__q_lora_rank=20, model__kv_lora_rank=12,
         model__qk_head_dim=9, model__qk_pos_emb_head_dim=4, model__v_head_dim=6, model__qk_layernorm=True,
-        model__rope_type="yarn", model__rotary_scaling_factor=4.0, model__original_max_position_embeddings=64,
     ),
     "experts": dict(
         model__num_moe_experts=4, model__moe_ffn_hidden_size=32, model__moe_aux_loss_coeff=0.05,

@@ -18,47 +18,11 @@ from mindspeed_cp import AttentionConfig, ConfigError, Plan, context_parallel_at
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.engine.agreement import CallAgreement
 from mindspeed_cp.megatron.adaptors.attentions import attention_config, with_model_sizes
-from mindspeed_cp.megatron.adaptors.packed import PackedPlanner
+from mindspeed_cp.megatron.adaptors.packed import PackedPlanner, params_of_equal_rows
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 from mindspeed_cp.megatron.adaptors.rotary import PlannedRotary, UncutGroup
 from mindspeed_cp.megatron.adaptors.settings import check_deterministic, check_model_config
-from mindspeed_cp.megatron.adaptors.without_plan import params_of_equal_rows
 from mindspeed_cp.ops.attention import backend_from_settings
-
-
-def learnable_sinks(
-    config: TransformerConfig, first_head: int, heads: int, softmax_type: str
-) -> torch.nn.Parameter | None:
-    """Return the parameter of a layer with softmax_type "learnable", drawn as Megatron draws it; None for others.
-
-    Args:
-        config: the model's settings.
-        first_head, heads: query heads of this tensor-parallel rank.
-        softmax_type: "vanilla", "off-by-one" or "learnable".
-    """
-    if softmax_type != "learnable":
-        return None
-    whole = torch.zeros(config.num_attention_heads)
-    if config.perform_initialization:
-        config.init_method(whole)  # of all heads, so that they do not depend on the number of ranks
-    device = None if config.use_cpu_initialization or not torch.cuda.is_available() else torch.cuda.current_device()
-    own = whole[first_head : first_head + heads].to(device=device, dtype=config.params_dtype, copy=True)
-    sinks = torch.nn.Parameter(own)
-    # Heads are split over tensor parallelism: norms of gradients count all ranks' sinks.
-    set_tensor_model_parallel_attributes(sinks, True, 0, 1)
-    return sinks
-
-
-def sharded_sinks(module: MegatronModule, prefix: str, sharded_offsets: Any, metadata: Any) -> Any:
-    """Return the sharded state of a layer's sinks, split over tensor parallelism, as Megatron's DotProductAttention."""
-    from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
-
-    state = {"softmax_offset": module.softmax_offset}
-    groups = {"tp_group": module.tp_group}
-    if metadata is not None and "dp_cp_group" in metadata:
-        groups["dp_cp_group"] = metadata["dp_cp_group"]
-    return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets, **groups)
-
 
 _MASKS = {
     AttnMaskType.causal: "causal",
@@ -90,7 +54,6 @@ class PlannedAttention(MegatronModule):
             parallel_state.
         suite: the section context_parallel_suite.
         alibi: linear biases instead of rotary positions; the slopes are those of all the model's heads.
-        packed_cut: how a data loader without plans cuts packed rows over the ranks, see :func:`install`.
 
     Attributes:
         softmax_offset: attention sinks of the heads of this tensor-parallel rank, under Megatron's name; a parameter
@@ -117,7 +80,6 @@ class PlannedAttention(MegatronModule):
         *,
         suite: SuiteSettings,
         alibi: bool = False,
-        packed_cut: str = "document",
     ) -> None:
         super().__init__(config=config)
         check_model_config(config, suite)
@@ -155,9 +117,8 @@ class PlannedAttention(MegatronModule):
             dropout=attention_dropout,
         )
         self.softmax_type = getattr(config, "softmax_type", "vanilla")  # from Megatron 0.16 on
-        heads = self.attention.heads
-        self.softmax_offset = learnable_sinks(config, tp_group.rank() * heads, heads, self.softmax_type)
-        self.packed = PackedPlanner(with_model_sizes(suite, config), (self.attention,), packed_cut)
+        self.softmax_offset = self._learnable_sinks(tp_group.rank() * self.attention.heads)
+        self.packed = PackedPlanner(with_model_sizes(suite, config), (self.attention,))
         without_rope = getattr(config, "no_rope_freq", None)  # Megatron 0.12 has none
         self.rotates = not (without_rope and without_rope[layer_number - 1])
         self.installed = False
@@ -220,7 +181,7 @@ class PlannedAttention(MegatronModule):
             attn_mask_type: that of the constructor or None.
             attention_bias: None.
             packed_seq_params: result of planned_params. Or Megatron's plain PackedSeqParams, format "thd", for rows
-                that a data loader has cut as `packed_cut` says. May be None for "sbhd" if every rank holds the same
+                of which a data loader has cut every sequence. May be None for "sbhd" if every rank holds the same
                 even number of rows of each sequence, cut as Megatron cuts it (length divisible by 2 * cp).
 
         Returns:
@@ -291,7 +252,29 @@ class PlannedAttention(MegatronModule):
         """Return the sinks for a distributed checkpoint, as Megatron's own core_attention stores them."""
         if self.softmax_offset is None:
             return super().sharded_state_dict(prefix, sharded_offsets, metadata)
-        return sharded_sinks(self, prefix, sharded_offsets, metadata)
+        from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+        groups = {"tp_group": self.tp_group}
+        if metadata is not None and "dp_cp_group" in metadata:
+            groups["dp_cp_group"] = metadata["dp_cp_group"]
+        state, axes = {"softmax_offset": self.softmax_offset}, {"softmax_offset": 0}
+        return make_sharded_tensors_for_checkpoint(state, prefix, axes, sharded_offsets, **groups)
+
+    def _learnable_sinks(self, first_head: int) -> torch.nn.Parameter | None:
+        """Return the parameter of a layer with softmax_type "learnable", of this tensor-parallel rank's heads, drawn as
+        Megatron draws it; None for others."""
+        if self.softmax_type != "learnable":
+            return None
+        config = self.config
+        whole = torch.zeros(config.num_attention_heads)
+        if config.perform_initialization:
+            config.init_method(whole)  # of all heads, so that they do not depend on the number of ranks
+        device = None if config.use_cpu_initialization or not torch.cuda.is_available() else torch.cuda.current_device()
+        own = whole[first_head : first_head + self.attention.heads]
+        sinks = torch.nn.Parameter(own.to(device=device, dtype=config.params_dtype, copy=True))
+        # Heads are split over tensor parallelism: norms of gradients count all ranks' sinks.
+        set_tensor_model_parallel_attributes(sinks, True, 0, 1)
+        return sinks
 
     def _sink(self, q: Tensor) -> Tensor | None:
         """Return the sinks of this call, fp32 [heads]; None for a softmax without one."""

@@ -1,12 +1,5 @@
 """The documents and rows of a batch: from cu_seqlens, positions, or end-of-document tokens.
 
-Data loaders cut a packed row over context-parallel ranks in one of two ways, and PackedSeqParams do not say in which::
-
-    "document"  every sequence in 2 * cp equal chunks, of which rank r holds chunks r and 2 * cp - 1 - r
-                (Megatron's --sft, verl, ms-swift)
-    "row"       the whole row in 2 * cp equal chunks, wherever documents end
-                (Megatron's --dataloader-inter-document-masking)
-
 With padding, ``cu_seqlens_q`` has the ends of sequences without it, ``cu_seqlens_q_padded`` with it. Padding stands
 behind its sequence, so that under a causal mask no token sees it: a padded sequence is one document.
 """
@@ -21,13 +14,8 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from mindspeed_cp import ConfigError, Documents, Plan
-from mindspeed_cp.algorithms import build_plan
-from mindspeed_cp.algorithms.linear_layout import with_caller_layout
-from mindspeed_cp.layout import Layout, row_zigzag, zigzag
+from mindspeed_cp import ConfigError, Documents
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
-
-PACKED_CUTS = ("document", "row")
 
 #: Fields of PackedSeqParams with cumulative lengths.
 CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
@@ -94,51 +82,6 @@ def documents_of_sequences(ends: Mapping[str, np.ndarray], mask: str) -> Documen
             "cuts sequences of any length)"
         )
     return Documents(padded[padded > 0])
-
-
-def layout_of_cut(documents: Documents, ranks: int, cut: str) -> Layout:
-    """Return the rows of every rank after a data loader has cut the packed row.
-
-    Args:
-        documents: packed sequences, padding included.
-        ranks: number of context-parallel ranks.
-        cut: "document" or "row".
-
-    Raises:
-        ConfigError: chunks are not equal; names the sequence.
-    """
-    chunks = 2 * ranks
-    if ranks == 1:
-        return zigzag(documents, 1)
-    if cut == "row":
-        if documents.tokens % chunks:
-            raise ConfigError(
-                f"the packed row has {documents.tokens} tokens; valid with packed_cut 'row': a multiple of 2 * "
-                f"context_parallel_size, {chunks}; pad the row"
-            )
-        return row_zigzag(documents, ranks)
-    uneven = np.flatnonzero(documents.lengths % chunks)
-    if len(uneven):
-        length = int(documents.lengths[uneven[0]])
-        raise ConfigError(
-            f"sequence {uneven[0]} of packed_seq_params has {length} tokens; valid where each sequence is cut over the "
-            f"ranks: a multiple of 2 * context_parallel_size, {chunks}; pad it to {length + -length % chunks} and give "
-            "the padded ends as cu_seqlens_q_padded, or cut the batch with planned_batch_from, which takes any length; "
-            "if the data loader cuts the whole row (--dataloader-inter-document-masking): install(spec, suite, "
-            "packed_cut='row')"
-        )
-    return zigzag(documents, ranks)
-
-
-def build_plan_of_cut(cut: str, documents: Documents, topology: Any, *arguments: Any, **options: Any) -> Plan:
-    """Build a plan whose caller holds the rows of :func:`layout_of_cut`; other arguments as for build_plan."""
-    if options.get("remap") == "hidden":
-        raise ConfigError(
-            "remap is 'hidden'; valid for batches that a data loader has cut: 'off', since linear layers have the rows "
-            "that it gave them; or cut the batch with planned_batch_from"
-        )
-    layout = layout_of_cut(documents, topology.ranks, cut)
-    return with_caller_layout(build_plan(documents, topology, *arguments, **options), layout)
 
 
 def _lengths(name: str, ends: np.ndarray) -> np.ndarray:

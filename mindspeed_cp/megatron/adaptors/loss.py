@@ -17,11 +17,11 @@ tokens, where every token's gradient is the loss scale, and the mean of a rank's
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from functools import wraps
 from math import isclose
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,7 @@ def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, di
 
     Returns:
         (sum of masked losses, float32 scalar; number of counted tokens, int32 scalar; {"lm loss": [sum, count] float32}
-        for :func:`global_loss` or Megatron's own logging). Zeros for a rank without tokens. Megatron 0.12 adds the
+        for Megatron's own logging). Zeros for a rank without tokens. Megatron 0.12 adds the
         second value up over data-parallel ranks alone, so there it is that of all context-parallel ranks.
 
     Raises:
@@ -65,39 +65,6 @@ def loss_function(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, di
     count = mask.count_nonzero()
     report = torch.stack([total.detach(), count.to(total.dtype)])
     return total, versions.counted_tokens(count.to(torch.int32)), {REPORT_KEY: report}
-
-
-class GlobalLoss(NamedTuple):
-    """The loss of one step over all ranks. `mean` is 0.0 where no token counts at all."""
-
-    mean: float
-    tokens: int
-
-
-def global_loss(
-    reports: Sequence[Mapping[str, Tensor]], group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
-) -> GlobalLoss:
-    """Return the mean loss over all micro-batches of a step and all ranks of a group: reduced sum over reduced count.
-
-    A NaN on any rank makes the mean NaN. The counts of micro-batches are exact up to 2**24 tokens each on one rank.
-
-    Args:
-        reports: result of Megatron's schedule: the third value of :func:`loss_function` of each micro-batch; empty on
-            pipeline stages without a loss, whose result has no meaning.
-        group: data x context parallel ranks (``get_data_parallel_group(with_context_parallel=True)``); None: this rank
-            alone.
-        device: device on which the group communicates.
-    """
-    total = torch.zeros(1, dtype=torch.float32, device=device)
-    count = torch.zeros(1, dtype=torch.int64, device=device)
-    for report in reports:
-        total += report[REPORT_KEY][0].to(device)
-        count += report[REPORT_KEY][1].to(device=device, dtype=torch.int64)
-    if group is not None:
-        dist.all_reduce(total, group=group)
-        dist.all_reduce(count, group=group)
-    tokens = int(count)
-    return GlobalLoss(float(total) / tokens if tokens else float(total), tokens)
 
 
 def check_tokens_per_step(tokens: int) -> None:

@@ -19,10 +19,10 @@ from mindspeed_cp.megatron.adaptors.hidden import HiddenMove
 from mindspeed_cp.megatron.adaptors.latent import PlannedMLASelfAttention
 from mindspeed_cp.megatron.adaptors.loss import compare_token_counts
 from mindspeed_cp.megatron.adaptors.multi_token import install_multi_token
+from mindspeed_cp.megatron.adaptors.packed import PackedPlanner, refuse_documents_without_plan
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 from mindspeed_cp.megatron.adaptors.rotary import LatentRotary, MultimodalRotary, PlannedRotary
 from mindspeed_cp.megatron.adaptors.router import give_padding_to_recomputed
-from mindspeed_cp.megatron.adaptors.without_plan import refuse_documents_without_plan
 from mindspeed_cp.megatron.mindspeed_compat import check_mindspeed, rotation_operator
 
 ModelT = TypeVar("ModelT", nn.Module, Sequence[nn.Module])
@@ -88,7 +88,7 @@ def _install_chunk(chunk: nn.Module) -> int:
     latent_rotaries = _replace_latent_rotaries(latent)
     rotary = _replace_rotary(chunk)
     if attentions and not attentions[0].installed:
-        planner = attentions[0].packed.shared(attention.attention for attention in attentions)
+        planner = PackedPlanner(attentions[0].packed.suite, (attention.attention for attention in attentions))
         for attention in attentions:
             attention.packed = planner
         chunk.register_forward_pre_hook(_look_at_batch(attentions[0]), with_kwargs=True)

@@ -46,7 +46,7 @@ _HAS_LOSS_FUNCTION = hasattr(multi_token_prediction, "process_mtp_loss")
 
 
 class PlannedRolls:
-    """Rolls of this rank's rows of a micro-batch.
+    """Rolls of this rank's rows of a micro-batch, and hooks around the forward of a model, in which Megatron rolls so.
 
     Args:
         core: a planned attention of the model, which knows the group, and the plans of batches without one.
@@ -55,6 +55,7 @@ class PlannedRolls:
     def __init__(self, core: PlannedAttention) -> None:
         self._core = core
         self.ranks = int(core.cp_group.size())
+        self._patches = ExitStack()
 
     def roll(self, tensor: Tensor, shift: int, given: PackedSeqParams | None) -> Tensor:
         """Return the rows `shift` tokens later in the same document, 0 where it has none.
@@ -95,6 +96,29 @@ class PlannedRolls:
     def rows_of_documents(self, like: Tensor, given: PackedSeqParams | None) -> Tensor:
         """Return 1.0 for rows of documents and 0.0 for rows of padding, fp32 [b, s]."""
         return (~self._params(like, given).padding_mask(like.device)).float()
+
+    def before(self, model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """Patch Megatron before the forward of a model.
+
+        Raises:
+            ConfigError: labels come without a loss mask, or a loss mask is not floating point.
+        """
+        labels = named.get("labels", arguments[_LABELS] if len(arguments) > _LABELS else None)
+        mask = named.get("loss_mask")
+        has_labels = labels is not None or mask is not None  # else Megatron makes them from tokens
+        if has_labels and not (isinstance(mask, Tensor) and mask.is_floating_point()):
+            described = mask.dtype if isinstance(mask, Tensor) else mask
+            raise ConfigError(
+                f"loss_mask of the model is {described}; valid with labels and mtp_num_layers: the batch's loss_mask, "
+                "floating point, which says which labels the losses of multi-token prediction count: "
+                "model(..., labels=batch['labels'], loss_mask=batch['loss_mask'])"
+            )
+        self._patches.close()  # of a forward that ended without its hooks
+        self._patches.enter_context(multi_token_by_plan(self))
+
+    def after(self, *_: Any) -> None:
+        """Undo the patches, after the forward."""
+        self._patches.close()
 
     def _params(self, tensor: Tensor, given: PackedSeqParams | None) -> PlannedBatchParams:
         if given is None:
@@ -221,37 +245,6 @@ def _logs_a_sum(helper: type, ranks: int) -> type:
     return type(helper.__name__, (helper,), {name: staticmethod(save)})
 
 
-class RollScope:
-    """Hooks around the forward of a model, in which Megatron rolls by the plan."""
-
-    def __init__(self, core: PlannedAttention) -> None:
-        self._rolls = PlannedRolls(core)
-        self._patches = ExitStack()
-
-    def before(self, model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Patch Megatron.
-
-        Raises:
-            ConfigError: labels come without a loss mask, or a loss mask is not floating point.
-        """
-        labels = named.get("labels", arguments[_LABELS] if len(arguments) > _LABELS else None)
-        mask = named.get("loss_mask")
-        has_labels = labels is not None or mask is not None  # else Megatron makes them from tokens
-        if has_labels and not (isinstance(mask, Tensor) and mask.is_floating_point()):
-            described = mask.dtype if isinstance(mask, Tensor) else mask
-            raise ConfigError(
-                f"loss_mask of the model is {described}; valid with labels and mtp_num_layers: the batch's loss_mask, "
-                "floating point, which says which labels the losses of multi-token prediction count: "
-                "model(..., labels=batch['labels'], loss_mask=batch['loss_mask'])"
-            )
-        self._patches.close()  # of a forward that ended without its hooks
-        self._patches.enter_context(multi_token_by_plan(self._rolls))
-
-    def after(self, *_: Any) -> None:
-        """Undo the patches."""
-        self._patches.close()
-
-
 def install_multi_token(chunk: nn.Module, core: PlannedAttention | None) -> None:
     """Let models with multi-token prediction roll by the plan of each micro-batch; a second call changes nothing.
 
@@ -273,10 +266,10 @@ def install_multi_token(chunk: nn.Module, core: PlannedAttention | None) -> None
                 "install_model: this pipeline stage computes the losses of multi-token prediction, but has no "
                 "attention; valid: a pipeline layout that puts them on a stage with layers"
             )
-        scope = RollScope(core)
-        model.rolls_by_plan = scope  # type: ignore[assignment]
-        model.register_forward_pre_hook(scope.before, with_kwargs=True)
-        model.register_forward_hook(scope.after, always_call=True)
+        rolls = PlannedRolls(core)
+        model.rolls_by_plan = rolls  # type: ignore[assignment]
+        model.register_forward_pre_hook(rolls.before, with_kwargs=True)
+        model.register_forward_hook(rolls.after, always_call=True)
         for layer in model.modules():
             if isinstance(layer, MultiTokenPredictionLayer):
                 _install_layer(layer)

@@ -1,43 +1,54 @@
-"""Plans for Megatron's plain PackedSeqParams, made from their cu_seqlens."""
+"""Micro-batches that a data loader has cut, without a plan: plain PackedSeqParams, or whole sequences of equal length.
+
+Loaders of packed rows (Megatron's --sft, verl, ms-swift) cut every sequence into 2 * cp equal chunks, of which rank r
+holds chunks r and 2 * cp - 1 - r; plans are made from the cu_seqlens. Megatron cuts whole sequences in the same way.
+One of these that has documents inside is refused: attention would cross them without a word.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
-from functools import cache, partial
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from mindspeed_cp import AttentionConfig, ConfigError, verify_plan
-from mindspeed_cp.algorithms.plan_cache import PlanCache
+from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology, build_plan
+from mindspeed_cp.algorithms.linear_layout import with_caller_layout
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.layout import Layout, row_zigzag, zigzag
-from mindspeed_cp.megatron.adaptors.batch import planned_params
-from mindspeed_cp.megatron.adaptors.documents import (
-    CU_SEQLENS,
-    PACKED_CUTS,
-    build_plan_of_cut,
-    documents_of_sequences,
-    to_host,
-)
+from mindspeed_cp.megatron.adaptors.batch import plan_cache, planned_params
+from mindspeed_cp.megatron.adaptors.documents import CU_SEQLENS, documents_of_sequences, to_host
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 
 
-@cache
-def plan_cache(cut: str | None, verify: bool) -> PlanCache:
-    """Return the cache of the plans of this process.
+def build_plan_of_cut(documents: Documents, topology: Topology, *arguments: Any, **options: Any) -> Plan:
+    """Build a plan whose caller holds two chunks of every sequence; other arguments as for build_plan.
 
-    Args:
-        cut: how a data loader has cut the rows, see :mod:`mindspeed_cp.megatron.adaptors.documents`; None: rows are
-            cut by the plan.
-        verify: prove every new plan.
+    Raises:
+        ConfigError: chunks are not equal; names the sequence.
     """
-    build = None if cut is None else partial(build_plan_of_cut, cut)
-    return PlanCache(verify_plan if verify else None, build=build)
+    if options.get("remap") == "hidden":
+        raise ConfigError(
+            "remap is 'hidden'; valid for batches that a data loader has cut: 'off', since linear layers have the rows "
+            "that it gave them; or cut the batch with planned_batch_from"
+        )
+    chunks = 2 * topology.ranks
+    uneven = np.flatnonzero(documents.lengths % chunks)
+    if topology.ranks > 1 and len(uneven):
+        length = int(documents.lengths[uneven[0]])
+        raise ConfigError(
+            f"sequence {uneven[0]} of packed_seq_params has {length} tokens; valid where each sequence is cut over the "
+            f"ranks: a multiple of 2 * context_parallel_size, {chunks}; pad it to {length + -length % chunks} and give "
+            "the padded ends as cu_seqlens_q_padded, or cut the batch with planned_batch_from, which takes any length"
+        )
+    return with_caller_layout(build_plan(documents, topology, *arguments, **options), zigzag(documents, topology.ranks))
 
 
 class PackedPlanner:
@@ -49,22 +60,12 @@ class PackedPlanner:
     Args:
         suite: the section context_parallel_suite.
         attentions: attention of the layers that share the result.
-        cut: how the data loader cuts a packed row over the ranks: "document" or "row".
-
-    Raises:
-        ConfigError: the cut is unknown.
     """
 
-    def __init__(self, suite: SuiteSettings, attentions: Iterable[AttentionConfig], cut: str = "document") -> None:
-        if cut not in PACKED_CUTS:
-            raise ConfigError(f"packed_cut is {cut!r}; valid: {', '.join(PACKED_CUTS)}")
-        self.suite, self.cut = suite, cut
+    def __init__(self, suite: SuiteSettings, attentions: Iterable[AttentionConfig]) -> None:
+        self.suite = suite
         self.attentions = tuple(dict.fromkeys(attentions))
         self._results: Any = WeakIdKeyDictionary()  # by identity: dataclasses that compare have no hash
-
-    def shared(self, attentions: Iterable[AttentionConfig]) -> PackedPlanner:
-        """Return a planner of the same settings for all these attentions."""
-        return PackedPlanner(self.suite, attentions, self.cut)
 
     def planned(self, given: PackedSeqParams, group: dist.ProcessGroup) -> PlannedBatchParams:
         """Return the parameters with the plans of a micro-batch.
@@ -104,9 +105,9 @@ class PackedPlanner:
             )
         mask = "full" if any(attention.mask == "full" for attention in self.attentions) else "causal"
         documents = documents_of_sequences(to_host({name: getattr(given, name, None) for name in CU_SEQLENS}), mask)
-        cache_of_cut = plan_cache(self.cut, suite.verify_plans)
+        cache = plan_cache(suite.verify_plans, build_plan_of_cut)
         plans = [
-            cache_of_cut.get(documents, suite.topology, attention, suite.algorithm, suite.options)
+            cache.get(documents, suite.topology, attention, suite.algorithm, suite.options)
             for attention in self.attentions
         ]
         return planned_params(plans, group.rank())
@@ -129,7 +130,8 @@ class PackedPlanner:
         )
 
     def check_positions(self, params: PlannedBatchParams, position_ids: Any) -> None:
-        """Raise ConfigError if positions show that the batch was cut in another way than this planner takes it.
+        """Raise ConfigError if positions show that the row was cut as a whole, wherever documents end (Megatron's
+        --dataloader-inter-document-masking), and not each sequence.
 
         Positions of another shape than this rank's rows are not looked at, nor those that follow no known way: models
         with rotary positions do not read them. Positions may restart in every document, or run through the row. Of
@@ -149,15 +151,10 @@ class PackedPlanner:
         own = position_ids.detach().reshape(-1).cpu().numpy()
         if _are_positions(own, layout, rank):
             return
-        other_cut, other = (
-            ("row", row_zigzag(layout.documents, layout.ranks))
-            if self.cut == "document"
-            else ("document", zigzag(layout.documents, layout.ranks))
-        )
-        if _are_positions(own, other, rank):
+        if _are_positions(own, row_zigzag(layout.documents, layout.ranks), rank):
             raise ConfigError(
-                f"packed_cut is {self.cut!r}, but position_ids are those of a batch cut by {other_cut}; valid here: "
-                f"install(spec, suite, packed_cut={other_cut!r})"
+                "position_ids are those of a packed row that was cut as a whole, wherever documents end "
+                "(--dataloader-inter-document-masking); valid: each sequence cut by itself, or planned_batch_from"
             )
 
 
@@ -180,3 +177,76 @@ def _is_same(before: list[Any], now: list[Any]) -> bool:
         a is b or (isinstance(a, by_value) and isinstance(b, by_value) and a == b)
         for a, b in zip(before, now, strict=True)
     )
+
+
+@lru_cache(maxsize=8)
+def params_of_equal_rows(
+    rows: int,
+    batch_size: int,
+    ranks: int,
+    rank: int,
+    attention: AttentionConfig,
+    algorithm: str,
+    options: tuple[tuple[str, Any], ...],
+) -> PlannedBatchParams:
+    """Return the parameters of `batch_size` whole sequences as documents, of which each rank holds `rows` rows.
+
+    They are unambiguous only for Megatron's own slicing, two equal chunks of every sequence on every rank: an odd count
+    does not determine the length of the sequence, and an algorithm may need other tokens on this rank.
+    """
+    if ranks > 1 and rows % 2:
+        raise ConfigError(
+            f"query has {rows} rows of each sequence on rank {rank}, an odd number, and no plan; pass "
+            "packed_seq_params=planned_params(plan, rank, 'sbhd'), or use sequence lengths divisible by 2 * "
+            "context_parallel_size"
+        )
+    documents = Documents([rows * ranks] * batch_size)
+    plan = build_plan(documents, Topology(1, ranks), attention, algorithm, **dict(options))
+    if plan.linear_layout is not None or not plan.layout.same_as(zigzag(documents, ranks)):
+        raise ConfigError(
+            f"algorithm {algorithm!r} has other tokens on rank {rank} than Megatron's zig-zag of chunks, by which a "
+            "batch without a plan is cut; pass packed_seq_params=planned_params(plan, rank, 'sbhd') and cut the batch "
+            "with planned_batch, or use algorithm 'ring'"
+        )
+    return planned_params(plan, rank, "sbhd", batch_size=batch_size)
+
+
+_REMEDY = (
+    "pass packed_seq_params of a plan of the documents (mindspeed_cp.megatron.planned_batch, or get_batch of "
+    "mindspeed_cp.megatron.pretrain)"
+)
+
+#: Arguments of Megatron's training scripts that say that rows consist of documents.
+_DOCUMENT_FLAGS = ("reset_attention_mask", "reset_position_ids", "dataloader_inter_document_masking")
+
+
+def refuse_documents_without_plan(position_ids: Tensor | None, cp_group: Any) -> None:
+    """Raise ConfigError if anything says that a micro-batch without plan has documents inside its rows.
+
+    That are the arguments of Megatron's training script, if this process has any, and positions that differ from those
+    of whole rows, which every rank holds as two chunks, as Megatron cuts them.
+
+    Args:
+        position_ids: this rank's positions, [batch_size, rows]; None on later pipeline stages.
+        cp_group: the context-parallel group.
+    """
+    arguments = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+    for flag in _DOCUMENT_FLAGS:
+        if getattr(arguments, flag, False):
+            raise ConfigError(
+                f"{flag} is True, but the micro-batch has no plan, without which attention would cross its documents; "
+                f"{_REMEDY}"
+            )
+    if position_ids is None or position_ids.dim() != 2 or not position_ids.shape[1]:
+        return
+    rows, ranks = position_ids.shape[1], cp_group.size()
+    if ranks > 1 and rows % 2:
+        return  # attention refuses it
+    whole_row = zigzag(Documents([rows * ranks]), ranks).positions(cp_group.rank())
+    expected = torch.from_numpy(whole_row).to(position_ids)
+    if not torch.equal(position_ids, expected.expand_as(position_ids)):
+        row, column = (position_ids != expected).nonzero()[0].tolist()
+        raise ConfigError(
+            f"position_ids[{row}, {column}] is {int(position_ids[row, column])} and would be {int(expected[column])} "
+            f"in a whole row, so that the row has documents or padding, but the micro-batch has no plan; {_REMEDY}"
+        )

@@ -1,8 +1,9 @@
-"""Checks of Megatron's settings and of its scripts' arguments against the section context_parallel_suite.
+"""Checks of Megatron's settings and of its scripts' arguments, alone and against the section context_parallel_suite.
 
-A setting that planned attention cannot honour is refused with its value, the valid values and what to use instead. What
-becomes of every other argument is in docs/megatron_arguments.yaml, which a test compares with the parser of the
-Megatron at hand, so that an argument of a new version is missed by name.
+What is not supported is the table of :mod:`mindspeed_cp.schema.unsupported`. A setting that planned attention cannot
+honour is refused with its value, the valid values and what to use instead. What becomes of every other argument is in
+docs/megatron_arguments.yaml, which a test compares with the parser of the Megatron at hand, so that an argument of a
+new version is missed by name.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from typing import Any
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from mindspeed_cp import ConfigError
-from mindspeed_cp.algorithms import ALIASES, algorithm_name
+from mindspeed_cp.algorithms import ALIASES, AUTO, algorithm_name
 from mindspeed_cp.config import SuiteSettings
+from mindspeed_cp.data.pool import POOL_ALGORITHM
 from mindspeed_cp.megatron.adaptors.attentions import layer_attentions
 from mindspeed_cp.megatron.mindspeed_compat import MINDSPEED_CONDITIONS, MINDSPEED_RULES
 from mindspeed_cp.megatron.patches.versions import IS_0_12
 from mindspeed_cp.ops.attention.backends import BACKENDS, get_backend
+from mindspeed_cp.schema.numbers import check_count
 from mindspeed_cp.schema.unsupported import is_split, unsupported
 
 #: Conditions of rows that depend on the Megatron and the MindSpeed at hand.
@@ -90,10 +93,37 @@ def check_arguments(args: Namespace, suite: SuiteSettings | None = None) -> None
             f"context_parallel_size is {args.context_parallel_size} on the command line, but "
             f"{suite.context_parallel_size} in context_parallel_suite; give both the same number"
         )
+    _check_of_scripts(args, suite)
     comm_type: Any = getattr(args, "cp_comm_type", None)
     if isinstance(comm_type, list) and len(comm_type) == 1:
         comm_type = comm_type[0]  # as Megatron passes it on
     check_comm_type(comm_type, suite)
+
+
+def _check_of_scripts(args: Namespace, suite: SuiteSettings) -> None:
+    """Raise ConfigError for settings and for flags beside --cp-plan that Megatron's own scripts cannot take."""
+    interval = getattr(args, "cp_plan_check_attention", 0)
+    check_count("cp_plan_check_attention", interval, least=0, what="a number of iterations")
+    if suite.algorithm == AUTO:
+        raise ConfigError(
+            f"algorithm is {AUTO!r}; valid in Megatron's own scripts: an algorithm by name; `mindspeed-cp simulate "
+            "--choose` compares them for lengths of documents"
+        )
+    if suite.p2p_groups == "directional":
+        raise ConfigError(
+            "p2p_groups is 'directional'; valid in Megatron's own scripts: 'auto' or 'batched', which both send the "
+            "messages of a step in one launch; `mindspeed-cp train` opens directional groups"
+        )
+    if suite.hccl_buffer_mb is not None:
+        raise ConfigError(
+            f"hccl_buffer_mb is {suite.hccl_buffer_mb}; valid in Megatron's own scripts: null, since Megatron makes "
+            "the process groups; set HCCL_BUFFSIZE in the environment"
+        )
+    if getattr(args, "cp_plan_pool", False) and suite.algorithm != POOL_ALGORITHM:
+        raise ConfigError(
+            f"cp_plan_pool is True, and algorithm is {suite.algorithm!r}; valid with it: {POOL_ALGORITHM!r}, whose "
+            "plans have groups of any size; or leave --cp-plan-pool out"
+        )
 
 
 def check_comm_type(comm_type: str | list[str] | None, suite: SuiteSettings) -> None:

@@ -44,7 +44,6 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import megatron.core
@@ -52,28 +51,6 @@ import torch
 
 from mindspeed_cp.megatron.patches.imports import check_version, parse_version
 from mindspeed_cp.megatron.patches.swap import ABSENT, replaced
-
-_ALL = ((0, 0), (10**6, 0))
-_0_16 = ((0, 16), (0, 17))
-
-
-@dataclass(frozen=True)
-class Patch:
-    """One attribute of a Megatron-core module.
-
-    Attributes:
-        module: dotted name.
-        name: attribute.
-        versions: first (major, minor) that needs it, and first that does not.
-        needed: of the present value (or the absent marker) and whether Transformer Engine is installed.
-        new: the replacement, made from the present value.
-    """
-
-    module: str
-    name: str
-    versions: tuple[tuple[int, int], tuple[int, int]]
-    needed: Callable[[Any, bool], bool]
-    new: Callable[[Any], Any]
 
 
 def _converts_cpu_tensors(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,22 +70,24 @@ def _quantizes_fp8_alone(original: Callable[..., Any]) -> Callable[..., Any]:
     return quantize_param_shard
 
 
-PATCHES = (
-    Patch(
-        "megatron.core.optimizer.distrib_optimizer", "quantize_param_shard", ((0, 12), (0, 13)),
-        needed=lambda value, has_te: not has_te, new=_quantizes_fp8_alone,
+#: Module and attribute; first version that needs the patch, and first that does not; and a function of the present
+#: value (or ABSENT) and of whether Transformer Engine is installed, which gives the new value, or ABSENT.
+PATCHES: tuple[tuple[str, str, tuple[int, int], tuple[int, int], Callable[[Any, bool], Any]], ...] = (
+    (
+        "megatron.core.optimizer.distrib_optimizer", "quantize_param_shard", (0, 12), (0, 13),
+        lambda value, has_te: ABSENT if has_te else _quantizes_fp8_alone(value),
     ),
-    Patch(
-        "megatron.core.transformer.moe.moe_utils", "te_general_gemm", _0_16,
-        needed=lambda value, has_te: value is ABSENT, new=lambda value: None,
+    (
+        "megatron.core.transformer.moe.moe_utils", "te_general_gemm", (0, 16), (0, 17),
+        lambda value, has_te: None if value is ABSENT else ABSENT,
     ),
-    Patch(
-        "megatron.core.transformer.multi_latent_attention", "HAVE_TE", _0_16,
-        needed=lambda value, has_te: value is True and not has_te, new=lambda value: False,
+    (
+        "megatron.core.transformer.multi_latent_attention", "HAVE_TE", (0, 16), (0, 17),
+        lambda value, has_te: False if value is True and not has_te else ABSENT,
     ),
-    Patch(
-        "megatron.core.transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", _ALL,
-        needed=lambda value, has_te: value is not ABSENT, new=_converts_cpu_tensors,
+    (
+        "megatron.core.transformer.moe.token_dispatcher", "maybe_move_tensor_to_cpu", (0, 0), (10**6, 0),
+        lambda value, has_te: ABSENT if value is ABSENT else _converts_cpu_tensors(value),
     ),
 )  # fmt: skip
 
@@ -130,13 +109,12 @@ def megatron_compat() -> Iterator[list[str]]:
     has_te = importlib.util.find_spec("transformer_engine") is not None
     applied = []
     with ExitStack() as stack:
-        for patch in PATCHES:
-            first, end = patch.versions
+        for module_name, name, first, end, replacement in PATCHES:
             if not first <= version < end:
                 continue
-            module = importlib.import_module(patch.module)
-            value = getattr(module, patch.name, ABSENT)
-            if patch.needed(value, has_te):
-                stack.enter_context(replaced(module, patch.name, patch.new(value)))
-                applied.append(f"{patch.module}.{patch.name}")
+            module = importlib.import_module(module_name)
+            new = replacement(getattr(module, name, ABSENT), has_te)
+            if new is not ABSENT:
+                stack.enter_context(replaced(module, name, new))
+                applied.append(f"{module_name}.{name}")
         yield applied

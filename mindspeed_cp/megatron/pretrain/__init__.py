@@ -15,8 +15,6 @@ A script changes in at most five lines (docs/megatron.md has them as diffs for 0
 and its launch script passes ``--cp-plan suite.yaml --spec mindspeed_cp.megatron.pretrain spec``. Every context-parallel
 rank reads the whole rows of a micro-batch, plans them by their documents, and keeps the rows that the plan gives it.
 
-A script whose data iterator yields trajectories (``Documents.from_trajectories``) takes ``trajectory_forward_step``.
-
 Importing this package needs megatron.core; calling what is in it needs megatron.training.
 """
 
@@ -26,11 +24,6 @@ from mindspeed_cp.megatron.pretrain.data import get_batch, is_dataset_built_on_r
 from mindspeed_cp.megatron.pretrain.layers import PlannedLayers, mtp_block_spec, pre_wrap_hook, wrap_model_provider
 from mindspeed_cp.megatron.pretrain.options import add_arguments, settings_of, suite_of
 from mindspeed_cp.megatron.pretrain.step import forward_step, loss_func
-from mindspeed_cp.megatron.pretrain.trajectories import (
-    get_trajectory_batch,
-    trajectory_forward_step,
-    trajectory_loss_func,
-)
 
 #: For ``--spec mindspeed_cp.megatron.pretrain spec``, in every version.
 spec = PlannedLayers()
@@ -40,7 +33,6 @@ __all__ = [
     "add_arguments",
     "forward_step",
     "get_batch",
-    "get_trajectory_batch",
     "is_dataset_built_on_rank",
     "loss_func",
     "mtp_block_spec",
@@ -48,7 +40,5 @@ __all__ = [
     "settings_of",
     "spec",
     "suite_of",
-    "trajectory_forward_step",
-    "trajectory_loss_func",
     "wrap_model_provider",
 ]

@@ -16,14 +16,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mindspeed_cp.engine.attention_check import AttentionCheck
 from mindspeed_cp.errors import CorruptionError
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
-from mindspeed_cp.schema.numbers import check_count
 
 SETTING = "cp_plan_check_attention"
-
-
-def check_attention_argument(args: Namespace) -> None:
-    """Raise ConfigError unless the interval is 0, for never, or a number of iterations."""
-    check_count(SETTING, getattr(args, SETTING, 0), least=0, what="a number of iterations")
 
 
 class IterationChecks:

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from mindspeed_cp.config.derived import default_token_bound
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.megatron.adaptors.batch import digest_of_batch, micro_batch_seed
+from mindspeed_cp.megatron.adaptors.batch import digest_of_batch, micro_batch_seed, planned_batch_from
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
-from mindspeed_cp.megatron.adaptors.whole_batch import planned_batch_from
 from mindspeed_cp.megatron.pretrain.attention_check import ATTENTION_CHECK
 from mindspeed_cp.megatron.pretrain.layers import transformer_config_of
 from mindspeed_cp.megatron.pretrain.options import settings_of

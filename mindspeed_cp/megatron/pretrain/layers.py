@@ -7,10 +7,10 @@ from __future__ import annotations
 import shlex
 import sys
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import groupby
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -24,9 +24,8 @@ from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.adaptors.attentions import launch_settings
 from mindspeed_cp.megatron.adaptors.core_attention import PlannedAttention
-from mindspeed_cp.megatron.adaptors.local import local_mtp_spec, local_spec, stage_arguments
 from mindspeed_cp.megatron.adaptors.model import install_model
-from mindspeed_cp.megatron.adaptors.spec import install
+from mindspeed_cp.megatron.adaptors.spec import install, local_mtp_spec, local_spec, stage_arguments
 from mindspeed_cp.megatron.patches.swap import replaced
 from mindspeed_cp.megatron.pretrain.options import suite_of
 
@@ -165,45 +164,31 @@ def transformer_config_of(args: Any) -> TransformerConfig:
 
 
 def print_banner(models: Sequence[nn.Module], args: Namespace, suite: SuiteSettings) -> None:
-    """Print a :func:`banner` and :func:`model_line` on the first rank of all."""
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(banner(models, args, suite), model_line(args, suite), sep="\n", flush=True)
-
-
-def model_line(args: Namespace, suite: SuiteSettings) -> str:
-    """Return the command that models this launch: the settings of --cp-plan name no model, the launch does."""
+    """Print a :func:`banner`, and the command that models this launch, on the first rank of all."""
+    if dist.is_initialized() and dist.get_rank():
+        return
     parallel: dict[str, int | str] = {"context_parallel_size": suite.context_parallel_size, "nodes": suite.nodes}
     if suite.cluster is not None:
         parallel["cluster"] = shlex.quote(suite.cluster)
     sizes = launch_settings(transformer_config_of(args)) | parallel
     words = " ".join(f"--set {key}={value}" for key, value in sizes.items())
-    return f"mindspeed-cp: modelled by: mindspeed-cp simulate --lengths LENGTHS {words}"
+    print(banner(models, args, suite))
+    print(f"mindspeed-cp: modelled by: mindspeed-cp simulate --lengths LENGTHS {words}", flush=True)
 
 
 def banner(models: Sequence[nn.Module], args: Namespace, suite: SuiteSettings) -> str:
-    """Return a line of the algorithm, the attention of each layer of the first pipeline stage, and where documents end.
+    """Return a line of the algorithm, the attention of the layers of the first pipeline stage, and where documents end.
 
     Args:
         models: the model of the first pipeline stage, or its virtual stages.
         args: Megatron's arguments.
         suite: the settings that all layers have.
     """
-    layers = sorted(
-        (module.number_in_model, _attention_words(module.attention))
-        for model in models
-        for module in model.modules()
-        if isinstance(module, PlannedAttention)
-    )
+    modules = (module for model in models for module in model.modules())
+    layers = Counter(_attention_words(x.attention) for x in modules if isinstance(x, PlannedAttention))
     options = "".join(f", {name} {value}" for name, value in suite.options.items())
     parts = [f"mindspeed-cp: {suite.algorithm}{options} over {suite.context_parallel_size} context-parallel ranks"]
-    for words, group in groupby(layers, key=lambda layer: layer[1]):
-        numbers = [number for number, _ in group]
-        whole = numbers == list(range(numbers[0], numbers[-1] + 1))
-        text = f"{numbers[0]}-{numbers[-1]}" if whole and len(numbers) > 1 else ", ".join(map(str, numbers))
-        parts.append(f"layer{'s' if len(numbers) > 1 else ''} {text}: {words}")
-    stages = getattr(args, "pipeline_model_parallel_size", 1) or 1
-    if stages > 1:
-        parts.append(f"these are the layers of the first of {stages} pipeline stages")
+    parts += [f"{count} layer{'s' if count > 1 else ''}: {words}" for words, count in layers.items()]
     return "; ".join([*parts, f"documents: {_document_words(args)}"])
 
 

@@ -7,13 +7,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from mindspeed_cp.algorithms import AUTO
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.adaptors.settings import check_arguments
 from mindspeed_cp.megatron.mindspeed_compat import check_mindspeed
-from mindspeed_cp.megatron.pretrain.attention_check import check_attention_argument
-from mindspeed_cp.megatron.pretrain.pool import check_pool_arguments
 from mindspeed_cp.schema.yaml_file import read_settings_file
 
 SECTION = "context_parallel_suite"
@@ -69,8 +66,6 @@ def suite_of(args: Namespace) -> SuiteSettings:
     suite = settings_of(args)
     check_mindspeed()
     check_arguments(args, suite)
-    check_pool_arguments(args, suite)
-    check_attention_argument(args)
     return suite
 
 
@@ -102,30 +97,9 @@ def _read(path: str, overrides: tuple[str, ...], context_parallel_size: int) -> 
     if not _names_size(data, words):
         words.append(f"{prefix}context_parallel_size={context_parallel_size}")
     try:
-        suite = SuiteSettings.from_yaml(path, words)
+        return SuiteSettings.from_yaml(path, words)
     except ConfigError as error:
         raise ConfigError(str(error).replace("--set ", "--cp-plan-set ").replace("--set:", "--cp-plan-set:")) from None
-    if suite.algorithm == AUTO:
-        raise ConfigError(
-            f"{path}: algorithm is {AUTO!r}; valid in Megatron's own scripts: an algorithm by name; "
-            "`mindspeed-cp simulate --choose` compares them for lengths of documents"
-        )
-    _refuse_group_keys(path, suite)
-    return suite
-
-
-def _refuse_group_keys(path: str, suite: SuiteSettings) -> None:
-    """Raise ConfigError for keys of process groups, which are Megatron's in its own scripts."""
-    if suite.p2p_groups == "directional":
-        raise ConfigError(
-            f"{path}: p2p_groups is 'directional'; valid in Megatron's own scripts: 'auto' or 'batched', which both "
-            "send the messages of a step in one launch; `mindspeed-cp train` opens directional groups"
-        )
-    if suite.hccl_buffer_mb is not None:
-        raise ConfigError(
-            f"{path}: hccl_buffer_mb is {suite.hccl_buffer_mb}; valid in Megatron's own scripts: null, since Megatron "
-            "makes the process groups; set HCCL_BUFFSIZE in the environment"
-        )
 
 
 def _names_size(data: Any, overrides: list[str]) -> bool:

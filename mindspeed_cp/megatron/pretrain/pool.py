@@ -2,14 +2,13 @@
 
 Every replica reads its own rows, as Megatron deals them. Ranks with the same context-parallel number gather them, with
 the lengths of their documents, so that every rank of the pool has the whole micro-batch of all replicas and makes the
-same choice.  Megatron sums gradients and tokens over the same ranks either way.
+same choice. Megatron sums gradients and tokens over the same ranks either way.
 """
 
 from __future__ import annotations
 
 import os
 import zlib
-from argparse import Namespace
 from collections.abc import Mapping
 
 import numpy as np
@@ -22,38 +21,13 @@ from torch import Tensor
 from mindspeed_cp import Documents
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.config.rules import pool_topology
-from mindspeed_cp.data.pool import POOL_ALGORITHM, PoolModel
-from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.data.pool import PoolModel
 from mindspeed_cp.megatron.adaptors.attentions import layer_attentions, model_layer_cost, with_model_sizes
 from mindspeed_cp.megatron.adaptors.documents import documents_of_batch, token_shape
 from mindspeed_cp.plan import Topology
 
 #: Tensors over tokens that replicas gather; positions follow from the documents.
 GATHERED = ("tokens", "labels", "loss_mask")
-
-
-def check_pool_arguments(args: Namespace, suite: SuiteSettings) -> None:
-    """Raise ConfigError if arguments ask for what micro-batches of the pool do not compute."""
-    if not getattr(args, "cp_plan_pool", False):
-        return
-    if suite.algorithm != POOL_ALGORITHM:
-        raise ConfigError(
-            f"cp_plan_pool is True, and algorithm is {suite.algorithm!r}; valid with it: {POOL_ALGORITHM!r}, whose "
-            "plans have groups of any size; or leave --cp-plan-pool out"
-        )
-    kind = getattr(args, "moe_router_load_balancing_type", "none")
-    weight = getattr(args, "moe_aux_loss_coeff", 0.0)
-    has_loss = kind not in ("none", ["none"]) and np.any(np.asarray(weight, float))
-    if getattr(args, "num_experts", None) and has_loss:
-        raise ConfigError(
-            f"cp_plan_pool is True, and moe_aux_loss_coeff is {weight}: {kind} is a loss of whole micro-batches, which "
-            "the pool changes; valid with it: 0, or moe_router_load_balancing_type 'none'; or leave --cp-plan-pool out"
-        )
-    if getattr(args, "mtp_num_layers", None):
-        raise ConfigError(
-            f"cp_plan_pool is True, and mtp_num_layers is {args.mtp_num_layers}; valid with it: None, since "
-            "multi-token prediction counts tokens over context-parallel ranks; or leave --cp-plan-pool out"
-        )
 
 
 def pool_of(suite: SuiteSettings) -> Topology:

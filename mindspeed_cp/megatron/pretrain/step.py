@@ -35,30 +35,19 @@ def loss_func(loss_mask: Tensor, losses: Tensor, model: Any = None) -> tuple[Ten
         nothing up, and where means of ranks are averaged (``--sft``), the report is the sum over data- and
         context-parallel ranks.
     """
-    return reported(loss_function(loss_mask, losses), model)
-
-
-def reported(
-    loss: tuple[Tensor, Tensor, dict[str, Tensor]], model: Any = None
-) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Check a loss as the arguments say, and return it with the report that Megatron's log takes; see `loss_func`."""
     from megatron.training import get_args
 
     args = get_args()
-    total, count, reports = loss
+    total, count, reports = loss_function(loss_mask, losses)
     _check(total, args)
     report: Any = reports[REPORT_KEY]
-    if not versions.SUMS_OVER_RANKS or _averages_means(args, model is not None and model.training):
+    # With --sft Megatron averages the means of ranks in evaluation, of which one may have no counted token.
+    averages_means = getattr(args, "sft", False) and not (model is not None and model.training)
+    if not versions.SUMS_OVER_RANKS or averages_means:
         dist.all_reduce(report, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
     if not versions.SUMS_OVER_RANKS:
         report = (report[0], report[1])
     return total, count, {REPORT_KEY: report}
-
-
-def _averages_means(args: Any, training: bool) -> bool:
-    """Return True where Megatron averages the means of ranks, of which one may have no counted token: all ranks must
-    then report the same. That is with --sft in evaluation."""
-    return bool(getattr(args, "sft", False)) and not training
 
 
 def _check(total: Tensor, args: Any) -> None:
@@ -75,15 +64,6 @@ def _check(total: Tensor, args: Any) -> None:
         machine.validate_result(result=total, rejection_func=rejects, message=message, tolerance=0.0, fatal=fatal)
 
 
-def refuse_schedule_plan(wanted: bool) -> None:
-    """Raise ConfigError if Megatron asks a forward step for a schedule plan."""
-    if wanted:
-        raise ConfigError(
-            "return_schedule_plan is True; valid: False, since a schedule of half layers carries no plan; leave out "
-            "--overlap-moe-expert-parallel-comm"
-        )
-
-
 def forward_step(data_iterator: Any, model: nn.Module, return_schedule_plan: bool = False) -> tuple[Tensor, Any]:
     """Run the model on the next micro-batch; give it to ``pretrain`` in place of the script's own.
 
@@ -97,7 +77,11 @@ def forward_step(data_iterator: Any, model: nn.Module, return_schedule_plan: boo
     """
     from megatron.training import get_args, get_timers
 
-    refuse_schedule_plan(return_schedule_plan)
+    if return_schedule_plan:
+        raise ConfigError(
+            "return_schedule_plan is True; valid: False, since a schedule of half layers carries no plan; leave out "
+            "--overlap-moe-expert-parallel-comm"
+        )
     timers, straggler_timer = get_timers(), _straggler_timer()
     timers("batch-generator", log_level=2).start()
     with straggler_timer(bdata=True):
