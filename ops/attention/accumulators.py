@@ -26,6 +26,11 @@ def adds_in_one_kernel(x: Tensor) -> bool:
     return x.device.type != "npu"
 
 
+def _implementation(x: Tensor) -> str | None:
+    """Return what brings parts together on this device; of fake tensors, whose operators see the device meta, too."""
+    return "torch" if x.device.type in ("cpu", "npu") else None
+
+
 class Part(NamedTuple):
     """A result that waits: a tensor, where its rows belong, and the lse of an output."""
 
@@ -145,7 +150,7 @@ class OutputAccumulator(_Accumulator):
         result = total if reuses and total is not None else (out, lse)
         tables, firsts = [part.rows.table for part in self.parts], [part.rows.first for part in self.parts]
         lses = [part.lse for part in self.parts if part.lse is not None]
-        merge_parts(total, [part.x for part in self.parts], lses, tables, firsts, result)
+        merge_parts(total, [part.x for part in self.parts], lses, tables, firsts, result, _implementation(out))
         self._total, self.parts = result, []
 
     def _new(self) -> tuple[Tensor, Tensor]:
@@ -211,8 +216,8 @@ class GradientAccumulator(_Accumulator):
             if first.run == self._all and first.x.dtype == torch.float32:
                 self._sum = self.parts.pop(0).x
         if self.parts or self._sum is None:
-            total = self._sum
-            self._sum = self._added(torch.empty(self._like.shape, device=self._like.device) if total is None else total)
+            new = self._like.new_empty(self._like.shape, dtype=torch.float32) if self._sum is None else self._sum
+            self._sum = self._added(new)
             self.parts = []
         return self._sum
 
@@ -244,6 +249,5 @@ class GradientAccumulator(_Accumulator):
         if not self.parts:
             return result.zero_()
         tables, firsts = [part.rows.table for part in self.parts], [part.rows.first for part in self.parts]
-        implementation = None if adds_in_one_kernel(result) else "torch"
-        sum_parts(self._sum, [part.x for part in self.parts], tables, firsts, result, implementation)
+        sum_parts(self._sum, [part.x for part in self.parts], tables, firsts, result, _implementation(result))
         return result
