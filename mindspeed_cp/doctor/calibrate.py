@@ -79,7 +79,8 @@ def run_calibration(
     if peak_flops is not None and not 0 < peak_flops <= 1e21:
         raise ConfigError(f"--peak-flops {peak_flops:g}: must be FLOP/s above 0, such as 353.9e12")
     base_cluster = None if base is None else load_cluster(base)
-    kind, links, launch = resolve_device_type(device), [], Launch(0, 1, 0, 1)
+    kind, launch = resolve_device_type(device), Launch(0, 1, 0, 1)
+    links: list[Measurement] = []
     if is_launched():
         links, launch = _measure_links(kind)
     elif base_cluster is None:

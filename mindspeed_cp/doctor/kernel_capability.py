@@ -149,19 +149,20 @@ def profile_row(case: CapabilityCase, dtype: str, result: dict[str, Any] | Failu
     """Return the row of a result of :func:`mindspeed_cp.doctor.operator.check`, or of its failure."""
     if isinstance(result, Failure):
         result = failed_check("npu", dtype, case.case, result.error)
-    return ProfileRow(
-        name=case.case.name,
-        option=case.option,
-        variant=case.variant,
-        lowering=case.lowering,
-        dtype=dtype,
-        condition=case.condition,
-        differences={name: size if size < float("inf") else None for name, size in result["differences"].items()},
-        limit=result["limit"],
-        seconds=result["seconds"] or None,
-        ok=result["ok"],
-        error=result["error"],
-    )
+    values: dict[str, Any] = {
+        "name": case.case.name,
+        "option": case.option,
+        "variant": case.variant,
+        "lowering": case.lowering,
+        "dtype": dtype,
+        "condition": case.condition,
+        "differences": {name: size if size < float("inf") else None for name, size in result["differences"].items()},
+        "limit": result["limit"],
+        "seconds": result["seconds"] or None,
+        "ok": result["ok"],
+        "error": result["error"],
+    }
+    return ProfileRow(**values)
 
 
 def make_profile(rows: Sequence[ProfileRow], identity: NpuIdentity) -> NpuProfile:

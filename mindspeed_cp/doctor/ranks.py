@@ -169,7 +169,7 @@ def check_ranks(launch: Launch, report: Path, kind: str, *, link_seconds: float 
             "rank 0 has started and that no firewall is between"
         ) from None
     agreement = StoreAgreement(dist.PrefixStore("doctor", store), launch.rank, launch.ranks)
-    sizes = replace(DEFAULTS[kind], **({} if link_seconds is None else {"link_seconds": link_seconds}))
+    sizes = replace(DEFAULTS[kind], link_seconds=link_seconds or DEFAULTS[kind].link_seconds)
     check = RanksCheck(launch, agreement, report, kind, sizes)
     try:
         check.run(sys.stderr if as_json else sys.stdout)
