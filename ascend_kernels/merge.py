@@ -25,7 +25,7 @@ PROGRAM_ELEMENTS = 2048
 #: Maximum number of parts of a launch.
 MAX_PARTS = 4
 
-_library = torch.library.Library("mindspeed_cp", "DEF")  # type: ignore[no-untyped-call]  # torch has no annotation there
+_library = torch.library.Library("mindspeed_cp", "DEF")
 _PARTS = "Tensor?[] tables, int[] firsts"
 _library.define(
     f"merge_parts(Tensor? out, Tensor? lse, Tensor[] parts, Tensor[] part_lse, {_PARTS}, Tensor(a!) result, "

@@ -156,12 +156,12 @@ def _print(
         Table("Fit: |modelled / measured - 1|", ("", "points", "median", "largest"), tuple(fit_rows)),
     ]
     if cluster.kernel_times:
-        rows = [
+        of_kernels = [
             (f"{size.rows} x {size.keys}", size.kernel, f"{size.forward:.3g}", f"{size.backward:.3g}")
             for size in cluster.kernel_times
         ]
         columns = ("queries x keys", "kernel", "forward", "backward")
-        tables.append(Table("Kernels, seconds per visible pair of all heads", columns, tuple(rows)))
+        tables.append(Table("Kernels, seconds per visible pair of all heads", columns, tuple(of_kernels)))
     rates = tuple((name, f"{rate:.4g}") for name, rate in together.items() if rate is not None)
     print_tables([*tables, *([Table("All at once, as measured", ("", "bytes/second"), rates)] if rates else [])])
     for name, row in errors.items():

@@ -141,7 +141,11 @@ def measure_kernel_times(device: torch.device, sizes: KernelSizes) -> list[Kerne
         backward = max(case.seconds - forward.seconds, 0.1 * case.seconds)
         times.append(
             KernelTime(
-                kernel=kernel, rows=rows, keys=keys, forward=forward.seconds * per_pair, backward=backward * per_pair
+                kernel=kernel,  # type: ignore[arg-type]  # a name
+                rows=rows,
+                keys=keys,
+                forward=forward.seconds * per_pair,
+                backward=backward * per_pair,
             )
         )
     return times

@@ -195,7 +195,8 @@ def check(
     try:
         # torch.use_deterministic_algorithms does the same, and imports the compiler: seconds.
         torch.set_deterministic_debug_mode("error" if deterministic else mode)
-        for runner in [CudaAttention(kernel) for kernel in kernels] or [backend]:
+        runners: list[str | AttentionBackend] = [CudaAttention(kernel) for kernel in kernels]
+        for runner in runners or [backend]:
             results = _run(backend, runner, inputs, case, operator)
             again = _run(backend, runner, inputs, case, operator) if deterministic else results
             other_bits += [name for name in RESULT_NAMES if not torch.equal(results[name], again[name])]

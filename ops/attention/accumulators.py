@@ -126,6 +126,7 @@ class OutputAccumulator(_Accumulator):
             self._total = self._new()
         elif self._total[0].dtype != torch.float32:
             self._total = self._total[0].float(), self._total[1]
+        assert self._total is not None
         return self._total
 
     def result(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,7 @@ from mindspeed_cp.algorithms.placement.policy import (
 )
 from mindspeed_cp.algorithms.placement.search import PlacementSearch, _Trial
 from mindspeed_cp.cluster import LayerCost, load_cluster
+from mindspeed_cp.cluster.calibration import preset_values
 from mindspeed_cp.cluster.cluster import cluster_of
 from mindspeed_cp.data.lengths import sample_batch
 from mindspeed_cp.simulate.simulator import simulate_plan
@@ -254,7 +255,7 @@ def test_all_documents_go_to_groups_of_any_number_of_nodes_that_heads_allow() ->
 def test_clusters_whose_launches_and_posts_take_no_time_are_planned_for(tmp_path: Path) -> None:
     for launch, posting in ((0, 0), (0, 1e-6), (1e-6, 0)):
         path = tmp_path / f"{launch} {posting}.yaml"
-        values = dict(load_cluster("a2")) | {"launch": launch, "posting": posting}
+        values = preset_values(load_cluster("a2")) | {"launch": launch, "posting": posting}
         path.write_text("".join(f"{key}: {value}\n" for key, value in values.items()), encoding="utf-8")
         model = model_of(Documents([5000, 40, 700]), Topology(2, 2, str(path)), AttentionConfig(heads=8, head_dim=64))
         assert PlacementSearch(model).score.total >= model.bound

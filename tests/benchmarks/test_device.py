@@ -120,7 +120,7 @@ def test_engine_bytes(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "argv", ["engine_bytes", *words])
     engine_bytes.main()
     ulysses, ring, *packed = json.loads((tmp_path / "x.json").read_text())
-    assert 0 < ulysses["mean"] < 3 < ring["mean"] and len(packed) == 2
+    assert 0 < ulysses["mean"] < 3 and ring["mean"] > 2 and len(packed) == 2
 
 
 def test_bytes_of_operations() -> None:

@@ -150,4 +150,5 @@ class CudaAttention:
         )
 
     def _backend(self, kernel: str) -> AttentionBackend:
-        return {"flash4": self._flash4, "flash": self._flash, "tiles": self._tiles}[kernel]
+        backends: dict[str, AttentionBackend] = {"flash4": self._flash4, "flash": self._flash, "tiles": self._tiles}
+        return backends[kernel]

@@ -17,7 +17,7 @@ def _of_one_h200(
     """Return times relative to FlashAttention 2, forward and backward."""
     times = {"flash": (1.0, 1.0), "tiles": tiles, "flash4": flash4 if isinstance(flash4, tuple) else (flash4, flash4)}
     return [
-        KernelTime(kernel=kernel, rows=rows, keys=keys, forward=forward, backward=backward)
+        KernelTime(kernel=kernel, rows=rows, keys=keys, forward=forward, backward=backward)  # type: ignore[arg-type]  # a name
         for kernel, (forward, backward) in times.items()
     ]
 
