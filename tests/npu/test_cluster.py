@@ -6,6 +6,8 @@ Speeds are the stand-in's; what is tested is that NPUs are waited for, that link
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,12 +22,25 @@ PLACE = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HOST_CANN_DEVICES"
 SMALL = ("--seconds", "0.2", "--longest", "1024", "--heads", "4", "--head-dim", "64", "--dtype", "fp32")
 
 
+def launched(ranks: int, started: Iterable[int]) -> list[dict[str, str]]:
+    """Variables of the ranks that are started, of so many on a machine with two NPUs."""
+    both = {**PLACE, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+    both |= {"MASTER_PORT": str(free_port()), "HCCL_CONNECT_TIMEOUT": "120"}
+    return [{**both, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in started]
+
+
+def small_doctor(words: list[str]) -> None:
+    """The command line, whose doctor times a small batch."""
+    from mindspeed_cp.doctor import ranks
+
+    ranks.DEFAULTS["npu"] = replace(ranks.DEFAULTS["npu"], tokens_per_rank=96)
+    command(words)
+
+
 @pytest.mark.thorough  # over a minute: the timed matrix products on one core
 def test_the_doctor_of_two_npus_writes_a_report(tmp_path: Path) -> None:
-    settings = {**PLACE, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    settings |= {"MASTER_PORT": free_port(), "HCCL_CONNECT_TIMEOUT": "120"}
-    words = ["doctor", "--device", "npu", "--tokens-per-rank", "96", "--report", str(tmp_path / "report.json")]
-    first, _ = run_programs(command, words, [{**settings, "RANK": str(n), "LOCAL_RANK": str(n)} for n in range(2)])
+    words = ["doctor", "--device", "npu", "--report", str(tmp_path / "report.json")]
+    first, _ = run_programs(small_doctor, words, launched(2, range(2)))
     results = json.loads((tmp_path / "report.json").read_text())
     assert results["finished"] and len(results["links"]) == 1, first.stderr[-3000:]
     assert len(results["algorithms"]) == 7
@@ -38,8 +53,8 @@ def test_the_doctor_of_two_npus_writes_a_report(tmp_path: Path) -> None:
 @pytest.mark.thorough  # half a minute: a fit of shorter measurements fails by their noise
 def test_two_npus_are_measured(tmp_path: Path) -> None:
     words = ["calibrate", str(tmp_path / "mine.yaml"), "--device", "npu", *SMALL, "--base", "a2", "--json"]
-    [done] = run_programs(command, words, [PLACE])
-    assert done.returncode == 0, done.stderr[-3000:]
+    done, other = run_programs(command, words, launched(2, range(2)))
+    assert done.returncode == other.returncode == 0, done.stderr[-3000:]
     report = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
     cluster, base = load_cluster(tmp_path / "mine.yaml"), load_cluster("a2")
     assert cluster.ranks_per_node == 2 and cluster.peak_flops == base.peak_flops and cluster.memory == base.memory
@@ -50,7 +65,7 @@ def test_two_npus_are_measured(tmp_path: Path) -> None:
 
 
 def test_more_ranks_than_npus_are_refused(tmp_path: Path) -> None:
-    words = ["calibrate", str(tmp_path / "mine.yaml"), "--device", "npu", *SMALL, "--nproc", "3"]
-    [done] = run_programs(command, words, [PLACE])
-    assert done.returncode == 2 and "error: --nproc 3: this machine has 2 NPUs; every rank needs its own" in done.stderr
+    words = ["calibrate", str(tmp_path / "mine.yaml"), "--device", "npu", *SMALL]
+    [done] = run_programs(command, words, launched(3, [2]))
+    assert done.returncode == 2 and "error: --device npu: rank 2 of a machine with 2 of them" in done.stderr
     assert not (tmp_path / "mine.yaml").exists()
