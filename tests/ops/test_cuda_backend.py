@@ -236,7 +236,7 @@ def test_the_fastest_kernel_by_the_measured_times_of_an_h200(
 
 def test_times_of_a_calibration_decide() -> None:
     """By direction, and without sizes at which a kernel was not measured."""
-    tiles, config = Case((64,), 1).plan().forward.tiles(0), AttentionConfig(4)
+    tiles, config = Case((61,), 1).plan().forward.tiles(0), AttentionConfig(4)
     times = [
         KernelTime(kernel="flash", rows=64, keys=64, forward=1.0, backward=1.0),
         KernelTime(kernel="tiles", rows=64, keys=64, forward=2.0, backward=0.5),
@@ -246,7 +246,7 @@ def test_times_of_a_calibration_decide() -> None:
     assert fastest_kernel(tiles, config, "backward", ("flash", "tiles"), times) == "tiles"
     assert fastest_kernel(tiles, config, "forward", ("flash4", "tiles"), times) == "flash4"
     assert fastest_kernel(tiles[:0], config, "forward", ("flash", "tiles"), times) == "flash"
-    lowered = CudaAttention(kernel_times=tuple(times)).lower_backward(tiles, 64, config, torch.bfloat16)
+    lowered = CudaAttention(kernel_times=tuple(times)).lower_backward(tiles, 61, config, torch.bfloat16)
     assert type(lowered[0, 0][0]).__name__ == "StepTiles"
 
 
