@@ -70,7 +70,7 @@ def commands(generator: random.Random, folder: Path) -> None:
         place = generator.randrange(len(words))
         words[place : place + generator.randint(0, 2)] = mutations.text(generator, words[place]).split()
     recording = Recording((("torchrun", "pretrain_gpt.py", *words),), "", False)
-    training = find_launch(recording, "launch.sh", generator.choice((None, 1, 2)))
+    training = find_launch(recording, "launch.sh")
     conversion = convert_launch(training)
     assert (conversion.settings is None) == bool(conversion.refused)
 
