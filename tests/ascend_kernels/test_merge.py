@@ -39,7 +39,7 @@ def some_rows(parts: int, rows: int, where: str) -> tuple[list[Tensor], list[Ten
     generator = torch.Generator().manual_seed(parts)
     numbers, tables, firsts = [], [], []
     for part in range(parts):
-        first, stop = (0, rows) if where == "all" else (rows * part // 7, rows - part)
+        first, stop = (0, rows) if where == "all" else (rows * part // 7, max(rows - part, 0))
         chosen = torch.arange(first, stop)
         table = None
         if where == "table":
@@ -59,8 +59,6 @@ def some_rows(parts: int, rows: int, where: str) -> tuple[list[Tensor], list[Ten
 )
 def test_parts_make_the_whole(implementation, parts, rows, heads, dim, dtype, where) -> None:
     """The first part alone, then the others into what is there; the last launch rounds to the parts' type."""
-    if not rows and where != "all":
-        pytest.skip("no row, nothing to choose")
     scores, values, out, lse = problem(parts, rows, heads, dim, dtype)
     numbers, tables, firsts = some_rows(parts, rows, where)
     for part, chosen in enumerate(numbers):
