@@ -164,6 +164,12 @@ def _sum_parts(
         result.copy_(new)
 
 
+@torch.library.impl(_library, "merge_parts", "Meta")
+@torch.library.impl(_library, "sum_parts", "Meta")
+def _write_nothing(*tensors_without_storage: object) -> None:
+    """Do nothing: the results have their shapes before they are written."""
+
+
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Merge one part in torch."""
     weight = torch.sigmoid(part_lse - lse).nan_to_num_(nan=0.0).unsqueeze(-1)

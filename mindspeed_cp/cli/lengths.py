@@ -59,11 +59,12 @@ def simulation_limit(lengths: np.ndarray, ranks: int, tokens: int | None = None)
         tokens: tokens of the batch to draw; None if `lengths` is the batch.
     """
     total = int(lengths.sum())
-    scale = 1.0 if tokens is None else tokens / max(1, total)
+    batch = total if tokens is None else tokens
+    chunks = int(np.clip(lengths, 1, 2 * ranks).sum()) * batch // max(1, total)  # of whole numbers of any size
     for number, limit, what in (
         (ranks, MAX_SIMULATED_RANKS, "ranks"),
-        (total if tokens is None else tokens, MAX_SIMULATED_TOKENS, "tokens"),
-        (int(np.clip(lengths, 1, 2 * ranks).sum() * scale), MAX_RING_CHUNKS, "chunks of documents for the even ring"),
+        (batch, MAX_SIMULATED_TOKENS, "tokens"),
+        (chunks, MAX_RING_CHUNKS, "chunks of documents for the even ring"),
     ):
         if number > limit:
             return f"{number:,} {what}, and at most {limit:,} are simulated"

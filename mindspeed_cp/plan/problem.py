@@ -12,7 +12,7 @@ import numpy as np
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.schema.messages import short_repr
-from mindspeed_cp.schema.numbers import check_count, is_int
+from mindspeed_cp.schema.numbers import check_count, is_int, to_plain_integers
 from mindspeed_cp.schema.unsupported import BLOCKS_NEED, CAUSAL_CROSS_ATTENTION, TREES_NEED
 
 MASKS = ("causal", "full")
@@ -51,7 +51,8 @@ class Topology:
             raise ConfigError(
                 f"Topology.cluster is {self.cluster!r}; valid: the name of a preset, a YAML file, or None"
             )
-        check_count("Topology.nodes * ranks_per_node", int(self.nodes) * int(self.ranks_per_node), most=RANK_LIMIT)
+        to_plain_integers(self, "nodes", "ranks_per_node")
+        check_count("Topology.nodes * ranks_per_node", self.nodes * self.ranks_per_node, most=RANK_LIMIT)
 
     @classmethod
     def from_mesh(cls, mesh: Any, processes_per_node: int | None = None, cluster: str | None = None) -> Topology:
@@ -159,6 +160,9 @@ class AttentionConfig:
         if isinstance(self.latent, list):
             object.__setattr__(self, "latent", tuple(self.latent))
         self.check()
+        to_plain_integers(self, "heads", "kv_heads", "head_dim", "head_dim_v", "first_head")
+        if self.latent is not None:
+            object.__setattr__(self, "latent", (int(self.latent[0]), int(self.latent[1])))
         if self.window is not None:
             left, right = (-1 if side >= UNLIMITED else int(side) for side in self.window)
             right = 0 if self.mask == "causal" else right
@@ -323,7 +327,7 @@ def alibi_slopes(heads: int) -> np.ndarray:
     For a power of two: 2 ** (-8 i / heads), i = 1 .. heads. Otherwise the slopes of the next smaller power of two,
     followed by every second slope of the next larger one, as in the authors' code.
     """
-    power = 1 << (heads.bit_length() - 1)
+    power = 1 << (int(heads).bit_length() - 1)
     power_slopes = 2.0 ** (-8.0 * np.arange(1, power + 1) / power)
     extra_slopes = 2.0 ** (-4.0 * np.arange(1, 2 * (heads - power), 2) / power)
     return np.concatenate([power_slopes, extra_slopes])

@@ -45,6 +45,12 @@ def check_count(
         raise ConfigError(f"{name} is {short_repr(value)}; valid: {what}, {least} or more{limit}")
 
 
+def to_plain_integers(values: object, *names: str) -> None:
+    """Turn integers of NumPy in these fields of a frozen dataclass into those of Python, which have every method."""
+    for name in names:
+        object.__setattr__(values, name, int(getattr(values, name)))
+
+
 def check_divisor(name: str, value: object, ranks: int) -> None:
     """Raise ConfigError unless the value is a divisor of the number of ranks."""
     if not is_int(value) or value < 1 or ranks % value:  # type: ignore[operator]
