@@ -153,7 +153,7 @@ def lower_to_kernel_calls(tiles: np.ndarray, attention: AttentionConfig, upcasts
     np.add.at(writers, tiles["q_row"], 1)
     np.subtract.at(writers, end, 1)
     rows_shared = np.cumsum(np.append(0, np.cumsum(writers) > 1))  # rows of several tiles, before each row
-    by_position = attention.dropout > 0 or attention.slopes is not None
+    uses_positions = attention.dropout > 0 or attention.slopes is not None
     out: KernelCalls = {}
     for tile, shared in zip(tiles.tolist(), (rows_shared[end] > rows_shared[tiles["q_row"]]).tolist(), strict=True):
         step, slot, q_row, q_rows, k_row, k_rows, mask, document, _, q_pos, k_pos = tile
@@ -162,7 +162,7 @@ def lower_to_kernel_calls(tiles: np.ndarray, attention: AttentionConfig, upcasts
         blocks: Sequence[Block] = ((0, q_rows, 0, k_rows),)
         kind = MaskKind.CAUSAL if mask == CAUSAL else MaskKind.PLAIN
         region = None
-        if by_position or not (mask == FULL or (mask == CAUSAL and q_rows == k_rows)):  # not one call as it is
+        if uses_positions or not (mask == FULL or (mask == CAUSAL and q_rows == k_rows)):  # not one call as it is
             region = TileRegion.of(mask, q_rows, k_rows, q_pos - k_pos, attention)
             blocks = _blocks(region, mask, attention)
         several = len(blocks) > 1 and (mask == CAUSAL or attention.dropout > 0)  # strips share no rows
