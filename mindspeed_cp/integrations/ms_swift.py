@@ -46,16 +46,12 @@ def use_plans(instance: Any = None, algorithm: str = "hierarchical", **arguments
         instance = sequence_parallel
     if instance.world_size is not None:
         raise ConfigError("sequence parallelism was prepared before use_plans; valid: use_plans before the training")
-    instance.__class__ = planned_class(type(instance))
+    base = type(instance)
+    instance.__class__ = type(f"Planned{base.__name__}", (PlannedRows, base), {})
     instance.plan_arguments = {"algorithm": algorithm, **arguments}
 
 
-def planned_class(base: type) -> type:
-    """Return a class of ms-swift's SequenceParallel whose rows are cut by plans."""
-    return type(f"Planned{base.__name__}", (PlannedRows, base), {})
-
-
-_SequenceParallel: Any = object  # its place in planned_class
+_SequenceParallel: Any = object  # its place in the class that use_plans makes
 
 
 class PlannedRows(_SequenceParallel):

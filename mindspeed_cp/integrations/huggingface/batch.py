@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -182,22 +182,9 @@ def extended_digest(digest: int, integers: Tensor) -> int:
     return (digest * 31 + int(((mixed ^ (mixed >> 29)) * (2 * places + 1)).sum())) % 2**63
 
 
-class _Reading(NamedTuple):
-    """What a batch says of its tokens.
-
-    Attributes:
-        shape: (rows, tokens).
-        kept: which tokens are no padding, bool [rows, tokens].
-        positions: position_ids as [rows, tokens] or [3, rows, tokens]; None: there are none.
-    """
-
-    shape: tuple[int, int]
-    kept: np.ndarray
-    positions: Tensor | None
-
-
-def _read(batch: Mapping[str, Any]) -> _Reading:
-    """Read what a batch says of its tokens. Raises ConfigError if it cannot be read."""
+def _read(batch: Mapping[str, Any]) -> tuple[tuple[int, int], np.ndarray, Tensor | None]:
+    """Return what a batch says of its tokens: (rows, tokens); which are no padding, bool [rows, tokens]; position_ids
+    as [rows, tokens] or [3, rows, tokens], or None. Raises ConfigError if it cannot be read."""
     for name in ("input_ids", "inputs_embeds", "labels", "loss_mask", "attention_mask", "position_ids", *CU_SEQLENS):
         value = batch.get(name)
         is_array = isinstance(value, np.ndarray) and name in CU_SEQLENS
@@ -222,7 +209,7 @@ def _read(batch: Mapping[str, Any]) -> _Reading:
             f"position_ids has shape {list(positions.shape)}; valid: [{rows}, {tokens}], or for vision-language models "
             f"[3, {rows}, {tokens}]"
         )
-    return _Reading((rows, tokens), _kept(batch.get("attention_mask"), (rows, tokens)), positions)
+    return (rows, tokens), _kept(batch.get("attention_mask"), (rows, tokens)), positions
 
 
 def _kept(mask: Tensor | None, shape: tuple[int, int]) -> np.ndarray:

@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 import torch
 
 from mindspeed_cp import ConfigError
-from mindspeed_cp.integrations.ms_swift import planned_class, use_plans
+from mindspeed_cp.integrations.ms_swift import use_plans
 from tests.integrations.huggingface.models import make_config, make_model, reference_step
 from tests.integrations.peers.steps import swift_step
 from tests.integrations.peers.swift_double import SequenceParallel
@@ -73,7 +73,8 @@ def test_padded_rows_and_late_calls_are_refused() -> None:
 
 
 def test_one_rank_leaves_tensors_as_they_are() -> None:
-    sp = planned_class(SequenceParallel)()
+    sp = SequenceParallel()
+    use_plans(sp)
     sp.world_size = 1
     x = torch.arange(6).reshape(1, 6)
     assert sp.split(x, 1) is x and sp.gather(x, 1) is x and sp.pad(x, 0) is x
