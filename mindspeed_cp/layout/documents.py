@@ -337,11 +337,6 @@ class PackedTrajectories:
     tree_tokens: tuple[np.ndarray, ...]
 
     @property
-    def flat_tokens(self) -> int:
-        """Number of tokens of all trajectories, one after the other."""
-        return sum(map(len, self.tree_tokens))
-
-    @property
     def positions(self) -> np.ndarray:
         """Position of every tree token on its path, int64 [tokens], for rotary embeddings."""
         documents = self.documents

@@ -83,12 +83,6 @@ class Layout:
         first = spans["start"] - documents.offsets[spans["doc"]] + documents.first_positions[spans["doc"]]
         return ragged_arange(first, spans["stop"] - spans["start"])
 
-    def cu_seqlens(self, rank: int) -> np.ndarray:
-        """Return cumulative local rows per document, int32 [documents + 1]; documents without local rows add 0."""
-        spans = self.rank_spans(rank)
-        rows = np.bincount(spans["doc"], weights=spans["stop"] - spans["start"], minlength=len(self.documents))
-        return np.concatenate([[0], np.cumsum(rows)]).astype(np.int32)
-
     def head_range(self, rank: int, heads: int) -> tuple[int, int]:
         """Return the first and last-plus-one head of a rank, given the total number of heads."""
         return (0, heads) if self.heads is None else (int(self.heads[rank, 0]), int(self.heads[rank, 1]))

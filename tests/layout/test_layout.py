@@ -59,16 +59,13 @@ def test_zigzag_takes_chunk_i_and_its_mirror(lengths, ranks):
 
 
 @given(lengths, ranks, builders)
-def test_positions_documents_and_cumulative_lengths_agree_with_tokens(lengths, ranks, build):
+def test_positions_agree_with_tokens(lengths, ranks, build):
     documents = Documents(lengths)
     layout = build(documents, ranks)
     for rank in range(ranks):
         tokens = layout.tokens(rank)
         ids = documents.document_of(tokens)
         assert np.array_equal(layout.positions(rank), tokens - documents.offsets[ids])
-        cu = layout.cu_seqlens(rank)
-        assert cu.dtype == np.int32 and len(cu) == len(lengths) + 1
-        assert np.array_equal(np.diff(cu), np.bincount(ids, minlength=len(lengths)))
 
 
 @given(
@@ -188,7 +185,7 @@ SPLIT = zigzag(Documents([30]), 2).with_heads(np.array([[0, 2], [2, 3]]))
         (lambda: zigzag(Documents([30]), 3).shard(np.zeros(30), -1), "rank -1 does not exist"),
         (lambda: zigzag(Documents([30]), 3).tokens(-1), "rank -1 does not exist"),
         (lambda: zigzag(Documents([30]), 3).positions(3), "rank 3 does not exist"),
-        (lambda: zigzag(Documents([30]), 3).cu_seqlens(None), "rank None does not exist"),
+        (lambda: zigzag(Documents([30]), 3).positions(None), "rank None does not exist"),
         (lambda: zigzag(Documents([30]), 2).unshard([[0] * 15, [0] * 15]), "unshard: the shard of rank 0 is a list; valid"),
         (lambda: SPLIT.unshard([np.zeros((15, 2)), np.zeros((15, 1))]), "number of heads must be given: None; valid: 3 or more"),
         (lambda: SPLIT.unshard([np.zeros((15, 2)), np.zeros((15, 1))], heads="3"), "must be given: '3'"),

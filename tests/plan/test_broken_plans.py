@@ -165,13 +165,13 @@ BROKEN = {
     "runs leave the slot": (runs_past_the_slot, r"rank \d, step \d: .* leaves the \d+ rows of slot"),
     "runs that do not exist": (lambda p: edit(p, "forward", "fetch", 1, first=99), r"rank 1, step 0: .* runs do not exist"),
     # reduces
-    "a reduce is missing": (lambda p: without(p, "backward", "reduce", 5), r"backward: rank \d, step \d: its part of the gradient of key .* is lost"),
-    "a reduce is sent twice": (lambda p: twice(p, "backward", "reduce", 9), r"backward: rank \d, step \d: its part of the gradient of key .* more than once"),
-    "a reduce comes from another slot": (lambda p: edit(p, "backward", "reduce", 0, src_slot=-1), r"backward: rank \d, step \d: its part of the gradient"),
+    "a reduce is missing": (lambda p: without(p, "backward", "reduce", 5), r"backward: rank \d, step \d: the gradient of its key \d+ of document \d .* is not the sum"),
+    "a reduce is sent twice": (lambda p: twice(p, "backward", "reduce", 9), r"backward: rank \d, step \d: the gradient of its key .* a reduce on the way to slot 0 is"),
+    "a reduce comes from another slot": (lambda p: edit(p, "backward", "reduce", 0, src_slot=-1), r"backward: rank \d, step \d: the gradient of its key"),
     "a reduce leaves while it is summed": (lambda p: edit(p, "backward", "reduce", 0, start=-1, done=-1), r"backward: rank 0, step 1: row 0 of slot 1 has its gradient sent while a tile still adds"),
     "a reduce leaves too late": (lambda p: edit(p, "backward", "reduce", 3, start=1, done=1), r"backward: rank \d, step \d"),
     "a forward with gradients": (lambda p: change(p, "forward", reduce=p.backward.reduce), r"forward: rank \d, step 2: a forward has no gradients"),
-    "a reduce adds rows in another order": (swapped_home, r"backward: rank \d, step \d: its part of the gradient"),
+    "a reduce adds rows in another order": (swapped_home, r"backward: rank \d, step \d: the gradient of its key"),
     # contents, slots, layouts
     "contents of another block": (lambda p: contents(p, "forward", 6, first=1), r"rank 1, step 2: contents of slot 2 do not ascend"),
     "contents that do not exist": (lambda p: contents(p, "forward", 5, count=99), r"rank 1, step 1: contents of slot \d refer"),

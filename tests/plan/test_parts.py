@@ -150,8 +150,8 @@ BROKEN = {
     "a whole that moves": (lambda p: replace(p, q_layout_compute=equal_tokens(p.documents, 4)), "a plan of parts redistributes nothing itself"),
     "a whole with a program": (lambda p: replace(p, forward=p.parts[0].forward), "forward: a plan of parts computes and sends in its parts"),
     "an order without parts": (lambda p: replace(p.parts[0], forward_order=((0, 0),)), "forward_order, backward_order: a plan without parts has none"),
-    "a linear layout of other documents": (lambda p: replace(p, linear_layout=p.parts[1].layout), "linear_layout: it is of 4 ranks and Documents"),
-    "a linear layout with heads": (lambda p: replace(p, linear_layout=p.layout.with_heads(np.tile([0, 4], (4, 1)))), "linear_layout: linear layers have all heads"),
+    "a linear layout of other documents": (lambda p: replace(p, linear_layout=p.parts[1].layout), "linear_layout: it is of Documents"),
+    "a linear layout with heads": (lambda p: replace(p, linear_layout=p.layout.with_heads(np.tile([0, 4], (4, 1)))), "linear_layout: the caller holds all heads"),
     "a linear layout without a token": (lambda p: replace(p, linear_layout=replace(p.layout, spans=p.layout.spans[1:])), "is held by 0 ranks"),
 }  # fmt: skip
 
