@@ -24,7 +24,6 @@ from mindspeed_cp.plan import (
 )
 from mindspeed_cp.plan.verify.structure import interleaved_program
 from tests.layout.layouts import equal_tokens
-from tests.plan.head_split import head_split_part
 from tests.plan.parts import mixed_plan, remapped, shuffled
 from tests.plan.problems import Problem, problems
 
@@ -207,36 +206,6 @@ def test_one_part_alone_is_the_plan() -> None:
     assert alone.layout.same_as(plan.layout) and (alone.work() == plan.work()).all()
     assert (traffic(alone) == traffic(plan)).all()
     assert (peak_bytes(alone, "backward") == peak_bytes(plan, "backward")).all()
-
-
-# heads split over any ranks
-
-
-def split(
-    lengths: list[int], groups: list[list[int] | None], ranks: int, attention: AttentionConfig = ATTENTION
-) -> Plan:
-    documents = Documents(lengths)
-    return head_split_part(documents, Topology(1, ranks), attention, groups, equal_tokens(documents, ranks))
-
-
-@settings(deadline=None)
-@given(st.integers(1, 9), st.integers(1, 3), st.integers(1, 4), st.integers(0, 2**32 - 1))
-def test_heads_split_over_any_ranks_are_proved(ranks: int, kv_heads: int, shared: int, seed: int) -> None:
-    """Any set of ranks, in any order, from any layout; ranks of the group may be more than the heads."""
-    rng = np.random.default_rng(seed)
-    lengths = rng.integers(0, 40, 4)
-    group = rng.permutation(ranks)[: rng.integers(1, ranks + 1)]
-    plan = split(lengths.tolist(), [group] * 4, ranks, AttentionConfig(kv_heads * shared, kv_heads, 8))
-    verify_plan(plan)
-    assert not plan.q_layout_compute.token_counts[np.setdiff1d(np.arange(ranks), group)].any()
-
-
-def test_groups_of_ranks_stand_side_by_side_in_one_part() -> None:
-    plan = split([40, 30, 0, 20], [[0, 1, 2, 3], [4, 5, 6, 7], None, [0, 1, 2, 3]], 8)
-    verify_plan(plan)
-    assert plan.q_layout_compute.heads.tolist() == [[0, 1], [1, 2], [2, 3], [3, 4]] * 2
-    assert plan.q_layout_compute.token_counts.tolist() == [60] * 4 + [30] * 4
-    assert plan.kv_layout_compute.heads.tolist() == [[0, 1], [0, 1], [1, 2], [1, 2]] * 2
 
 
 def test_layouts_are_cut_by_documents_and_put_together_again() -> None:
