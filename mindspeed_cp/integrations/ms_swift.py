@@ -21,8 +21,7 @@ from torch import Tensor
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.integrations.huggingface.attention import register
-from mindspeed_cp.integrations.huggingface.families import family_of
-from mindspeed_cp.integrations.huggingface.heads import check_head
+from mindspeed_cp.integrations.huggingface.heads import check_model
 from mindspeed_cp.integrations.huggingface.loss import IGNORED
 from mindspeed_cp.integrations.huggingface.plans import RankPlans
 from mindspeed_cp.integrations.huggingface.rows import gather_rows, packed_row_plans, slice_rows
@@ -65,8 +64,7 @@ class PlannedRows(_SequenceParallel):
         if not padding_free:
             raise ConfigError("padding_free is False; valid with plans: True, packed rows")
         self.model_config = model.config
-        family_of(model.config)
-        check_head(model)
+        check_model(model)
         self.rows_read = 0
         super().prepare(sp_size, model, tokenizer, padding_free)
 

@@ -58,16 +58,11 @@ def register(check_attention: int | None = None) -> str:
         BATCH_CHECKS.every = check_attention
     AttentionInterface.register(IMPLEMENTATION, planned_attention)
     AttentionMaskInterface.register(IMPLEMENTATION, planned_mask)
-    keep_latents()
-    check_calls(PreTrainedModel)
-    return IMPLEMENTATION
-
-
-def keep_latents() -> None:
-    """Let attention layers keep their latents where the plan of a call lets these travel; done once."""
     layer = latent_layer("deepseek_v3")
     if layer is not None and not getattr(layer.forward, "keeps_latents", False):
         layer.forward = _keeping(layer.forward)
+    check_calls(PreTrainedModel)
+    return IMPLEMENTATION
 
 
 def _keeping(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.integrations.huggingface.families import family_of
 from mindspeed_cp.integrations.huggingface.plans import RankPlans
 
 #: Ends of the names of transformers' classes whose heads read each row alone, behind "For".
@@ -27,8 +28,10 @@ _VALID = (
 )
 
 
-def check_head(model: nn.Module) -> None:
-    """Raise ConfigError if a model of transformers, or one in it, has a head that reads other rows than its own."""
+def check_model(model: Any) -> None:
+    """Raise ConfigError if plans do not serve the family of a model of transformers, or the model, or one in it, has a
+    head that reads other rows than its own."""
+    family_of(model.config)
     for module in model.modules():
         _check_class(type(module))
 

@@ -14,6 +14,7 @@ of their log-probabilities (:func:`trajectory_log_probs`), which all ranks of th
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +27,7 @@ from torch.nn import functional as F
 
 from mindspeed_cp.comm import group_size
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.integrations.huggingface.batch import cut_batch, extended_digest
+from mindspeed_cp.integrations.huggingface.batch import cut_batch
 from mindspeed_cp.integrations.huggingface.families import family_of
 from mindspeed_cp.integrations.huggingface.loss import check_vocabulary, loss_share
 from mindspeed_cp.integrations.huggingface.plans import RankPlans, rank_plans_on_mesh
@@ -96,8 +97,8 @@ def planned_trajectories(
     tokens = torch.from_numpy(packed.tokens)[None].to(device)
     check_vocabulary("packed", tokens, rank_plans.plans.vocabulary)
     rows = cut_batch({"input_ids": tokens}, rank_plans)
-    for integers in (np.concatenate(packed.tree_tokens), weights_of_targets.view(np.int64)):
-        rank_plans.batch_digest = extended_digest(rank_plans.batch_digest or 0, torch.from_numpy(integers))
+    for array in (np.concatenate(packed.tree_tokens), weights_of_targets):
+        rank_plans.batch_digest = zlib.crc32(array.tobytes(), rank_plans.batch_digest or 0)
     numbers, local_rows = packed.targets.of_rows(rank_plans.plans.layout.tokens(rank_plans.rank))
     arrays = (numbers, local_rows, packed.targets.token[numbers], weights_of_targets[numbers].astype(np.float32))
     tensors = (torch.from_numpy(x).to(device) for x in arrays)

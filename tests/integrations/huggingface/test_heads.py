@@ -200,13 +200,13 @@ def test_trainers_that_slice_rows_refuse_heads_that_pool() -> None:
 
 
 def test_a_class_from_outside_is_known_by_its_base_and_not_by_its_name() -> None:
-    from mindspeed_cp.integrations.huggingface.heads import check_head
+    from mindspeed_cp.integrations.huggingface.heads import check_model
 
     config = make_config("llama")
-    check_head(type("LlamaForDistillation", (transformers.LlamaForCausalLM,), {})(config))
+    check_model(type("LlamaForDistillation", (transformers.LlamaForCausalLM,), {})(config))
     for base, name in (
         (transformers.LlamaForSequenceClassification, "LlamaForRanking"),
         (transformers.LlamaPreTrainedModel, "MineForSequenceClassification"),
     ):
         with pytest.raises(ConfigError, match="reads other rows than its own"):
-            check_head(type(name, (base,), {})(config))
+            check_model(type(name, (base,), {})(config))
