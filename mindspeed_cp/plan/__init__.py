@@ -2,7 +2,6 @@
 
 from mindspeed_cp.plan.parts import (
     combine,
-    default_order,
     document_mask,
     part_ends,
     part_rows,
@@ -35,7 +34,6 @@ __all__ = [
     "Topology",
     "alibi_slopes",
     "combine",
-    "default_order",
     "document_mask",
     "part_ends",
     "part_rows",

@@ -29,7 +29,7 @@ def peak_bytes(plan: Plan, direction: str, bytes_per_element: int = 2) -> np.nda
 
     * kv: K and V of slots 1 and up, for the whole program;
     * gradients (backward): at most fp32 dK and dV of every slot that is computed or receives a reduce, for the whole
-      program; a slot with one part keeps it as the kernel, or the message, made it;
+      program; a slot to which one call or message alone adds keeps what that made;
     * redistributed: results of redistributions between the layouts of the caller and of the computation: q, k, v and
       out in the forward; dout, dq, dk and dv in the backward, which also counts q, k and v saved from the forward;
     * staging: rows sent from several places are gathered; K and V that land in several places, and all reduces, are
