@@ -13,7 +13,6 @@ from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, PlanErro
 from mindspeed_cp.algorithms import ALGORITHMS
 from mindspeed_cp.layout import contiguous, row_zigzag, zigzag
 from mindspeed_cp.plan import Messages, Program, combine, peak_bytes, traffic
-from mindspeed_cp.plan.verify.messages import check_queues
 from tests.plan.forests import forest_plan
 
 LENGTHS = [50, 3, 64]
@@ -258,12 +257,6 @@ def test_rows_that_are_received_in_any_step_of_their_sending_are_refused():
     landing = np.flatnonzero((items["start"] == 4) & (items["dst"] == sent["src"]))[0]
     with pytest.raises(PlanError, match="step 4: row 0 of slot 2 is received while it is being sent"):
         verify_plan(edit(plan, "forward", "fetch", landing, dst_slot=sent["src_slot"] - items["dst_slot"][landing]))
-
-
-def test_queues_find_a_rank_that_waits_for_what_is_never_posted():
-    broken = edit(ring(), "forward", "fetch", 11, start=1)
-    with pytest.raises(PlanError, match=r"rank \d, step 2: dead-lock.*waits for fetch of \d+ rows from rank 3"):
-        check_queues(broken.forward, "forward")
 
 
 @pytest.mark.parametrize("algorithm", [name for name in ALGORITHMS if name not in ("ulysses", "hierarchical")])

@@ -21,7 +21,6 @@ from mindspeed_cp.plan import (
     select_layout,
     traffic,
 )
-from mindspeed_cp.plan.verify.structure import interleaved_program
 from tests.layout.layouts import equal_tokens
 from tests.plan.parts import mixed_plan, remapped, shuffled
 from tests.plan.problems import Problem, problems
@@ -74,22 +73,6 @@ def test_by_default_parts_take_their_steps_in_turn() -> None:
     steps = plan.parts[0].forward.steps
     assert plan.forward_order == ((0, 0), (1, 0), (2, 0), *((0, step) for step in range(1, steps)))
     assert plan.backward_order[:3] == ((0, 0), (1, 0), (2, 0))
-
-
-def test_messages_of_parts_are_in_one_order_and_finished_before_their_parts_next_turn() -> None:
-    attention = AttentionConfig(4)
-    documents = Documents([60, 60])
-    parts = [
-        build_plan(select_documents(documents, np.arange(2) == n), Topology(1, 4), attention, name)
-        for n, name in enumerate(("ring", "direct"))
-    ]
-    plan = combine("two", parts)
-    both = interleaved_program(plan, "backward")
-    assert len(both.fetch) == sum(len(part.backward.fetch) for part in parts)
-    assert (np.diff(both.fetch.items["start"]) >= 0).all() and both.steps == len(plan.backward_order)
-    ends = {part: [index for index, (p, _) in enumerate(plan.backward_order) if p == part] for part in (0, 1)}
-    assert set(both.reduce.items["start"]) <= {*ends[0], *ends[1]}
-    assert (both.reduce.items["done"] >= both.reduce.items["start"]).all()
 
 
 def part_with(plan: Plan, number: int, **fields: object) -> Plan:

@@ -6,7 +6,6 @@ Numbers may be any of 64 bits: sums that could overflow are written as differenc
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -302,7 +301,7 @@ def _rows_held(program: Program, rank: int, tiles: np.ndarray) -> np.ndarray:
     return np.where(exists, (contents["row"] + rows)[index], 0)
 
 
-# Plans of parts: the parts form the plan, and its step order does not dead-lock.
+# Plans of parts: the parts form the plan.
 
 
 def check_parts(plan: Plan) -> None:
@@ -325,36 +324,6 @@ def check_parts(plan: Plan) -> None:
             raise PlanError(
                 f"{direction}: a plan of parts computes and sends in its parts, but it has a program itself"
             )
-
-
-def interleaved_program(plan: Plan, direction: str) -> Program:
-    """Return the messages of all parts as one program whose steps are the entries of `plan.step_order`.
-
-    As in the engine, the messages of a part are finished when its next step begins, or at the very end if it has no
-    next step. Messages of one step are of one part; slots of different parts are not distinguished.
-    """
-    order = plan.step_order(direction)
-    programs: list[Program] = [getattr(part, direction) for part in plan.parts]
-    step_index = [np.full(program.steps + 1, len(order)) for program in programs]  # index in `order`
-    for index, (part, step) in enumerate(order):
-        step_index[part][step] = index
-    return replace(
-        plan.forward,
-        steps=len(order),
-        fetch=_interleaved([program.fetch for program in programs], step_index),
-        reduce=_interleaved([program.reduce for program in programs], step_index),
-    )
-
-
-def _interleaved(messages: list[Messages], step_index: list[np.ndarray]) -> Messages:
-    items = np.concatenate([part.items for part in messages])
-    items["start"] = np.concatenate(
-        [index[part.items["start"]] for part, index in zip(messages, step_index, strict=True)]
-    )
-    items["done"] = np.concatenate(
-        [index[part.items["done"] + 1] - 1 for part, index in zip(messages, step_index, strict=True)]
-    )
-    return Messages(items[np.argsort(items["start"], kind="stable")], messages[0].runs[:0])
 
 
 # Redistributions: every row and head arrives at its place in the target exactly once.
