@@ -13,12 +13,11 @@ from mindspeed_cp.plan.problem import documents_error
 from mindspeed_cp.plan.program import DIRECTIONS, Plan, Program
 from mindspeed_cp.plan.records import TILE
 from mindspeed_cp.plan.verify.interpret import Interpreter, expected_sums, raise_wrong_gradient, raise_wrong_query
+from mindspeed_cp.plan.verify.lifetimes import check_lifetimes
 from mindspeed_cp.plan.verify.memory import check_peak_bytes, peak_bytes
-from mindspeed_cp.plan.verify.messages import check_lifetimes
 from mindspeed_cp.plan.verify.structure import (
     check_parts,
     check_program,
-    check_redistribution,
     check_tiles,
     check_types,
 )
@@ -36,15 +35,15 @@ def verify_plan(plan: Plan, *, max_bytes: int | None = None, bytes_per_element: 
     * fields have the types and values that the engine reads, and the documents may have this attention, as in
       `build_plan`;
     * every (token, head) is held once by the caller's layouts and by the layout of queries, and at least once by the
-      layout of keys and values; kv heads are beside the query heads that read them; redistributions bring every row and
-      head to its place once (:mod:`.structure`);
+      layout of keys and values; kv heads are beside the query heads that read them (:mod:`.structure`). What moves
+      between two such layouts follows from them (:class:`mindspeed_cp.layout.Redistribution`);
     * every number refers to a step, slot, row and rank that exists; tiles lie in their document; messages are in one
       global order, tiles in the order of steps and slots, and of the shapes that operators rely on
       (:mod:`.structure`);
     * every visible (query, key) pair is computed exactly once, and no other pair is; in the backward, the gradient of
       every key returns to its owner with the contribution of every query exactly once (:mod:`.interpret`);
     * no stale, empty or half-received row is computed or sent; no row is received while it is read, sent or received
-      again; no gradient is sent while it is still summed (:mod:`.messages`);
+      again; no gradient is sent while it is still summed (:mod:`.lifetimes`);
     * no dead-lock, even if every send waits for its receiver: messages are in one global order, and none is done before
       it starts, so that the first unfinished one is at the head of the queues of both its ends
       (:mod:`mindspeed_cp.plan.program`); in a plan of parts, too, whose steps ascend in their common order;
@@ -103,10 +102,6 @@ def _in_part(plan: Plan, index: int) -> Iterator[None]:
 def _check_structure(plan: Plan) -> None:
     """Check all that a proof of a plan without parts refers to, beside its layouts."""
     _check_heads(plan)
-    for name in ("q_redistribution", "kv_redistribution"):
-        redistribution = getattr(plan, name)
-        if redistribution is not None:
-            check_redistribution(redistribution, name)
     for direction in DIRECTIONS:
         program: Program = getattr(plan, direction)
         _check_inputs(plan, program, direction)
