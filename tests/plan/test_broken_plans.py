@@ -395,7 +395,6 @@ def test_numbers_that_overflow_are_refused():
         (lambda: verify_plan(None), "plan is None; valid: a Plan, from build_plan"),
         (lambda: verify_plan(ring(), max_bytes="x"), "max_bytes is 'x'; valid: a whole number"),
         (lambda: verify_plan(ring(), bytes_per_element=0), "bytes_per_element is 0; valid: a whole number, 1 or more"),
-        (lambda: verify_plan(ring(), seed=None), "seed is None; valid: a whole number"),
         (lambda: peak_bytes(3, "forward"), "plan is 3; valid: Plan"),
         (lambda: traffic("x"), "plan is 'x'; valid: Plan"),
         (lambda: combine("x", 3), "parts are .*; valid: one Plan or more"),

@@ -15,19 +15,14 @@ from mindspeed_cp.plan.records import TILE
 from mindspeed_cp.plan.verify.interpret import Interpreter, expected_sums, raise_wrong_gradient, raise_wrong_query
 from mindspeed_cp.plan.verify.lifetimes import check_lifetimes
 from mindspeed_cp.plan.verify.memory import check_peak_bytes, peak_bytes
-from mindspeed_cp.plan.verify.structure import (
-    check_parts,
-    check_program,
-    check_tiles,
-    check_types,
-)
+from mindspeed_cp.plan.verify.structure import check_parts, check_program, check_tiles, check_types
 from mindspeed_cp.schema.messages import short_repr
 from mindspeed_cp.schema.numbers import check_count
 
 __all__ = ["peak_bytes", "verify_plan"]
 
 
-def verify_plan(plan: Plan, *, max_bytes: int | None = None, bytes_per_element: int = 2, seed: int = 0) -> None:
+def verify_plan(plan: Plan, *, max_bytes: int | None = None, bytes_per_element: int = 2) -> None:
     """Prove that a plan computes exact attention and can run, or raise.
 
     Proved for all ranks, forward and backward:
@@ -57,7 +52,6 @@ def verify_plan(plan: Plan, *, max_bytes: int | None = None, bytes_per_element: 
         plan: plan to prove.
         max_bytes: bound for the communication buffers of one rank, in bytes.
         bytes_per_element: element size of keys and values, for that bound.
-        seed: seed of the random numbers.
 
     Raises:
         PlanError: names rank, step and tile or message, and the part.
@@ -66,7 +60,6 @@ def verify_plan(plan: Plan, *, max_bytes: int | None = None, bytes_per_element: 
     if not isinstance(plan, Plan):
         raise ConfigError(f"plan is {short_repr(plan)}; valid: a Plan, from build_plan")
     check_count("bytes_per_element", bytes_per_element)
-    check_count("seed", seed, least=0, most=None)
     if max_bytes is not None:
         check_count("max_bytes", max_bytes, least=0, most=None)
     check_types(plan)
@@ -85,7 +78,7 @@ def verify_plan(plan: Plan, *, max_bytes: int | None = None, bytes_per_element: 
             _check_structure(part)
     for index, part in enumerate(plan.parts_or_self):
         with _in_part(plan, index):
-            _prove(part, seed)
+            _prove(part)
     if max_bytes is not None:
         check_peak_bytes(plan, max_bytes, bytes_per_element)
 
@@ -109,10 +102,10 @@ def _check_structure(plan: Plan) -> None:
         _check_heads_of_messages(plan, program, direction)
 
 
-def _prove(plan: Plan, seed: int) -> None:
+def _prove(plan: Plan) -> None:
     """Prove a plan without parts that has passed `_check_structure`."""
     attention = plan.attention
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     query_numbers = rng.integers(1, 2**64, plan.documents.tokens, dtype=np.uint64)
     key_numbers = rng.integers(1, 2**64, plan.kv_documents.tokens, dtype=np.uint64) | np.uint64(1)
     query_sums, key_sums = expected_sums(plan.documents, plan.kv_documents, attention, query_numbers, key_numbers)

@@ -14,7 +14,8 @@ import torch
 
 from mindspeed_cp import ConfigError, Documents
 from mindspeed_cp.integrations import huggingface as cp
-from tests.integrations.huggingface.models import Step, make_config, mesh_of
+from tests.integrations.huggingface.models import make_config, mesh_of
+from tests.integrations.huggingface.test_families import cases, check
 from tests.integrations.huggingface.trees import (
     differing_call,
     old_log_probs,
@@ -26,40 +27,10 @@ from tests.integrations.huggingface.trees import (
     wrapped_step,
 )
 
-FAMILIES = (
-    "llama",
-    "qwen2",
-    "mistral",
-    "gpt_oss",
-    "deepseek_v3",
-    "gpt2",
-    "qwen3",
-    "gemma3",
-    "qwen3_moe",
-)
-ALGORITHMS = ("ring", "direct", "ulysses", "hierarchical")
+FAMILIES = ("llama", "qwen2", "mistral", "gpt_oss", "deepseek_v3", "gpt2", "qwen3", "gemma3", "qwen3_moe")
 
 
-def cases() -> list[object]:
-    """Every family with every algorithm and number of ranks; by default one of them each, for the first eight."""
-    return [
-        pytest.param(
-            *(name, algorithm, ranks),
-            marks=() if i < 8 and i % 4 == j and ranks == 2 + i // 2 % 2 else pytest.mark.thorough,
-        )
-        for i, name in enumerate(FAMILIES)
-        for j, algorithm in enumerate(ALGORITHMS)
-        for ranks in (1, 2, 3)
-    ]
-
-
-def check(steps: list[Step], wanted: Step) -> None:
-    for step in steps:
-        assert step.gradients.keys() == wanted.gradients.keys()
-        assert step.largest_error(wanted) < 1e-5
-
-
-@pytest.mark.parametrize(("name", "algorithm", "ranks"), cases())
+@pytest.mark.parametrize(("name", "algorithm", "ranks"), cases(FAMILIES, 8))
 def test_a_tree_equals_its_trajectories_one_by_one(pool, name: str, algorithm: str, ranks: int) -> None:
     check(pool.run(ranks, tree_step, name, "cross entropy", algorithm), reference_step(name, "cross entropy"))
 
