@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -61,38 +61,28 @@ class Documents:
         parents: Iterable[int] | np.ndarray | None = None,
         blocks: Iterable[Iterable[int]] | np.ndarray | None = None,
     ) -> None:
-        try:
-            values = np.asarray(lengths if isinstance(lengths, np.ndarray) else list(lengths))
-        except (TypeError, ValueError):
-            raise ConfigError(f"document lengths must be a flat list of whole numbers, not {lengths!r}") from None
-        if values.ndim != 1 or not (values.size == 0 or np.issubdtype(values.dtype, np.integer)):
-            raise ConfigError(
-                f"document lengths must be a flat list of whole numbers, not {values.dtype} of shape {values.shape}"
-            )
+        values = as_integers("lengths", lengths, 1)
         bad = np.flatnonzero((values < 0) | (values > MAX_TOKENS))
         if len(bad):
             raise ConfigError(
                 f"document {bad[0]} has length {values[bad[0]]}; valid: 0 to {MAX_TOKENS}; split longer documents"
             )
-        values = values.astype(np.int64)
         if values.sum() > MAX_TOKENS:
             raise ConfigError(f"the batch has {values.sum()} tokens; valid: at most {MAX_TOKENS}; split the batch")
         values.setflags(write=False)
         self.lengths = values
         self.trees: Trees | None = None
         if parents is not None:
-            listed = as_integers("parents", list(parents) if isinstance(parents, Iterator) else parents, 1)
-            checked = checked_parents(listed, len(values))
+            checked = checked_parents(as_integers("parents", parents, 1), len(values))
             self.trees = Trees(checked, values) if (checked >= 0).any() else None
         self.blocks: Blocks | None = None
         if blocks is not None:
-            blocks = list(blocks) if isinstance(blocks, Iterator) else blocks
             spans = as_integers("blocks", blocks, 2, "shape [blocks, 2], first and last-plus-one token of each block")
             self.blocks = checked_blocks(spans, self.offsets) if len(spans) else None
 
     @classmethod
     def from_lengths(cls, lengths: Any) -> Documents:
-        """Make documents from token counts: ``Documents(lengths)``, for tensors too.
+        """Make documents from token counts: ``Documents(lengths)``.
 
         >>> Documents.from_lengths([3, 0, 4])
         Documents([3, 0, 4], tokens=7)
@@ -103,7 +93,7 @@ class Documents:
         Raises:
             ConfigError: not integers of this shape, or a length is negative.
         """
-        return cls(as_integers("lengths", lengths, 1))
+        return cls(lengths)
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Any) -> Documents:
