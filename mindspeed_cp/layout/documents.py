@@ -12,7 +12,7 @@ import numpy as np
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout.blocks import Blocks, checked_blocks
 from mindspeed_cp.layout.runs import as_integers
-from mindspeed_cp.layout.trees import Trees, TreeTargets, checked_parents, shared_prefixes, tree_targets
+from mindspeed_cp.layout.trees import Trees, TreeTargets, checked_parents, shared_prefixes
 from mindspeed_cp.schema.numbers import is_int
 
 MAX_TOKENS = 2**31 - 1  # cumulative lengths are int32 in every fused attention operator
@@ -326,17 +326,14 @@ class PackedTrajectories:
     tokens: np.ndarray
     tree_tokens: tuple[np.ndarray, ...]
 
-    @property
-    def positions(self) -> np.ndarray:
-        """Position of every tree token on its path, int64 [tokens], for rotary embeddings."""
-        documents = self.documents
-        doc = documents.document_of(np.arange(documents.tokens))
-        return np.arange(documents.tokens) - documents.offsets[doc] + documents.first_positions[doc]
-
     @cached_property
     def targets(self) -> TreeTargets:
         """Tokens to predict, each once."""
-        return tree_targets(self.tokens, self.tree_tokens)
+        source = np.concatenate([path[:-1] for path in self.tree_tokens])
+        follower = np.concatenate([path[1:] for path in self.tree_tokens])
+        pairs, index = np.unique(np.stack([source, follower]), axis=1, return_inverse=True)
+        ends = np.cumsum([len(path) - 1 for path in self.tree_tokens])
+        return TreeTargets(pairs[0], self.tokens[pairs[1]], tuple(np.split(index.reshape(-1), ends[:-1])))
 
 
 def _shown(values: np.ndarray) -> str:

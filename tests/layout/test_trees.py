@@ -67,7 +67,7 @@ def test_trajectories_are_paths_and_prefixes_are_stored_once(trajectories: list[
     if least == 1:
         assert documents.tokens == len(prefixes)
     assert sum(map(len, trajectories)) >= documents.tokens == len(packed.tokens)
-    positions, doc_of = packed.positions, documents.document_of(np.arange(documents.tokens))
+    positions, doc_of = zigzag(documents, 1).positions(0), documents.document_of(np.arange(documents.tokens))
     for trajectory, tokens in zip(trajectories, packed.tree_tokens, strict=True):
         assert packed.tokens[tokens].tolist() == trajectory
         assert positions[tokens].tolist() == list(range(len(trajectory)))
