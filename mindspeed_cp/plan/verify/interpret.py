@@ -216,8 +216,7 @@ class Interpreter:
                 tile = tiles[int(np.argmax(wrong))]
                 raise PlanError(
                     f"{self.direction}: rank {rank}, step {tile['step']}: {describe_tile(tile)}: its {side} is "
-                    f"{tile[side]} "
-                    f"in document {tile[doc]}, but its rows are other tokens"
+                    f"{tile[side]} in document {tile[doc]}, but its rows are other tokens"
                 )
 
     def _raise_wrong_content(self, rank: int, content: np.ndarray, tokens: np.ndarray, held: np.ndarray) -> None:
@@ -308,8 +307,7 @@ def raise_wrong_query(plan: Plan, program: Program, direction: str, rank: int, r
             key_doc, key_position = _doc_and_position(keys, key)
             raise PlanError(
                 f"{direction}: rank {rank}: {query} sees key {key_position} of document {key_doc}, which its mask "
-                f"hides: "
-                f"{where}"
+                f"hides: {where}"
             )
         if len(seen_by) > 1:
             raise PlanError(
@@ -319,7 +317,7 @@ def raise_wrong_query(plan: Plan, program: Program, direction: str, rank: int, r
     if missing is None:  # the sums see another mask than this function
         raise PlanError(f"{direction}: rank {rank}: {query}: the sum of its keys is wrong")
     holder = next(r for r in range(plan.ranks) if missing in plan.kv_layout_compute.tokens(r))
-    holding = [content for content in program.contents_of(rank) if _holds(program, content, missing)]
+    holding = [x for x in contents for span in program.spans_in(x) if span["start"] <= missing < span["stop"]]
     when = (
         f"step {holding[0]['step']}, where slot {holding[0]['slot']} holds it"
         if holding
@@ -347,11 +345,6 @@ def _key(documents: Documents, token: int, query_doc: int) -> str:
     """Describe a key that a query of a document sees."""
     doc, position = _doc_and_position(documents, token)
     return f"key {position} of its document" if doc == query_doc else f"key {position} of document {doc}, on its path"
-
-
-def _holds(program: Program, content: np.ndarray, token: int) -> bool:
-    spans = program.spans_in(content)
-    return bool(((spans["start"] <= token) & (token < spans["stop"])).any())
 
 
 def raise_wrong_gradient(plan: Plan, program: Program, rank: int, row: int) -> None:
