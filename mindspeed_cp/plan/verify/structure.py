@@ -6,14 +6,15 @@ Numbers may be any of 64 bits: sums that could overflow are written as differenc
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from functools import cache
+from typing import Any, get_origin, get_type_hints
 
 import numpy as np
 
 from mindspeed_cp.errors import ConfigError, PlanError
-from mindspeed_cp.layout import ROW_RUN, TOKEN_SPAN, Documents, Layout, ragged_arange
+from mindspeed_cp.layout import ROW_RUN, TOKEN_SPAN, Layout, ragged_arange
 from mindspeed_cp.plan.parts import parts_error
-from mindspeed_cp.plan.problem import AttentionConfig, Topology
+from mindspeed_cp.plan.problem import AttentionConfig
 from mindspeed_cp.plan.program import DIRECTIONS, REDUCE_BYTES, Plan, Program
 from mindspeed_cp.plan.records import BAND, CAUSAL, CONTENT, MASK_NAMES, MESSAGE, Messages
 from mindspeed_cp.schema.messages import short_repr
@@ -22,31 +23,16 @@ from mindspeed_cp.schema.numbers import is_int
 #: Most steps of a program: the engine and the proof take time and memory for each.
 MAX_STEPS = 10**6
 
-#: Types of the fields of a plan's objects; a dtype stands for a one-dimensional array of such records.
-_FIELD_TYPES: dict[type, dict[str, Any]] = {
-    Plan: {
-        "algorithm": str,
-        "attention": AttentionConfig,
-        "topology": Topology,
-        **dict.fromkeys(("layout", "kv_layout_in", "q_layout_compute", "kv_layout_compute"), Layout),
-        **dict.fromkeys(DIRECTIONS, Program),
-        **dict.fromkeys(("parts", "forward_order", "backward_order"), tuple),
-        "linear_layout": Layout | None,
-        "reduce_dtype": str,
-    },
-    Program: {
-        "steps": int,
-        "capacity": np.ndarray,
-        "q_layout_compute": Layout,
-        "kv_documents": Documents,
-        "attention": AttentionConfig,
-        "contents": CONTENT,
-        "spans": TOKEN_SPAN,
-        **dict.fromkeys(("fetch", "reduce"), Messages),
-    },
-    Messages: {"items": MESSAGE, "runs": ROW_RUN},
-    Layout: {"documents": Documents, "ranks": int, "spans": TOKEN_SPAN, "heads": np.ndarray | None},
-}
+#: Classes of a plan's objects, and records of their one-dimensional arrays by the field's name; others are of int64.
+_CLASSES = (Plan, Program, Messages, Layout)
+_RECORDS = {"contents": CONTENT, "spans": TOKEN_SPAN, "items": MESSAGE, "runs": ROW_RUN}
+
+
+@cache
+def _field_types(owner: type) -> dict[str, Any]:
+    """Return the type of each field of a class, a dtype in the place of a one-dimensional array of records."""
+    hints = get_type_hints(owner)
+    return {name: _RECORDS.get(name, tuple if get_origin(hint) is tuple else hint) for name, hint in hints.items()}
 
 
 def check_types(plan: Plan) -> None:
@@ -71,7 +57,7 @@ def check_types(plan: Plan) -> None:
 
 def _check_fields(item: object, where: str) -> None:
     """Check the types of the fields of one object, and of those in it."""
-    for name, kind in next(types for owner, types in _FIELD_TYPES.items() if isinstance(item, owner)).items():
+    for name, kind in _field_types(next(owner for owner in _CLASSES if isinstance(item, owner))).items():
         value = getattr(item, name)
         if isinstance(kind, np.dtype):
             fits = isinstance(value, np.ndarray) and value.dtype == kind and value.ndim == 1
@@ -81,7 +67,7 @@ def _check_fields(item: object, where: str) -> None:
             fits = fits and value.dtype == np.int64
         if not fits:
             raise PlanError(f"{where}{name} is {_described(value)}; valid: {_described_type(kind)}")
-        if isinstance(value, tuple(_FIELD_TYPES)):
+        if isinstance(value, _CLASSES):
             _check_fields(value, f"{where}{name}.")
         elif isinstance(value, AttentionConfig):
             try:
