@@ -2,7 +2,7 @@
 
 from mindspeed_cp.layout.documents import Documents, PackedTrajectories
 from mindspeed_cp.layout.equal_tokens import equal_token_layout, padding_rows, sequence_parallel_layout
-from mindspeed_cp.layout.layout import TOKEN_SPAN, Layout
+from mindspeed_cp.layout.layout import TOKEN_SPAN, Layout, contiguous, from_spans, row_zigzag, zigzag
 from mindspeed_cp.layout.redistribution import Redistribution, Roll
 from mindspeed_cp.layout.runs import (
     ROW_RUN,
@@ -12,7 +12,6 @@ from mindspeed_cp.layout.runs import (
     ragged_arange,
     union_of_runs,
 )
-from mindspeed_cp.layout.sharding import contiguous, from_spans, row_zigzag, zigzag
 from mindspeed_cp.layout.trees import TreeTargets
 
 __all__ = [
