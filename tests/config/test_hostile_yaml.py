@@ -62,7 +62,7 @@ def test_a_file_is_read_to_its_limit_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("values", [{"\ud800": 1}, {"data": {"corpus": "\ud800"}}, {"train": {"compare": ["\ud800"]}}])
 def test_half_characters_are_refused(values: Any) -> None:
-    with pytest.raises(ConfigError, match="\ud800|is no Unicode text"):
+    with pytest.raises(ConfigError, match=r"\ud800|is no Unicode text"):
         Settings(**values)
 
 

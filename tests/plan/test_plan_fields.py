@@ -42,7 +42,7 @@ FIELDS: dict[str, list[tuple[Any, str]]] = {
     "forward.contents": [(PLAN.forward.contents[::-1], "out of order or overlap"), (PLAN.forward.contents[:-1], "does not see key"), (PLAN.forward.spans, "contents is an array of records of rank, doc"), (None, "forward.contents is None")],
     "forward.spans": [(PLAN.forward.spans[::-1], r"rank \d"), (PLAN.forward.spans[:, None], "forward.spans is an array")],
     "forward.fetch": [(Messages.empty(), "messages leave nothing there"), (PLAN.backward.reduce, "rank"), ([], "forward.fetch is")],
-    "backward.reduce": [(Messages.empty(), "backward: rank 0, step 3: the gradient of its key"), (None, "backward.reduce is None; valid: Messages")],
+    "backward.reduce": [(Messages.empty(), "backward: rank 0, step 4: the gradient of its key"), (None, "backward.reduce is None; valid: Messages")],
     "forward.fetch.items": [(PLAN.forward.fetch.items[::-1], "comes after a message of a later step"), (PLAN.forward.fetch.runs, "items is an array of records of src_row")],
     "forward.fetch.runs": [(PLAN.forward.fetch.runs[:-1], "its runs do not exist"), (PLAN.forward.fetch.runs.tolist(), "runs is ")],
     "layout.documents": [(Documents([64]), "layout"), ([40], r"layout.documents is \[40\]; valid: Documents")],
@@ -50,6 +50,7 @@ FIELDS: dict[str, list[tuple[Any, str]]] = {
     "layout.spans": [(PLAN.layout.spans[1:], "held by 0 ranks"), (PLAN.layout.spans[::-1], "does not follow the span before"), (None, "layout.spans is None")],
     "layout.heads": [(np.tile([0, 4], (4, 1)), "the caller holds all heads"), (np.zeros((3, 2), np.int64), r"heads has shape \(3, 2\)"), (np.zeros((4, 2)), "heads is an array of float64")],
 }  # fmt: skip
+
 
 def changed(item: Any, path: list[str], value: Any) -> Any:
     """The object with another value at the end of a path of fields."""

@@ -55,7 +55,9 @@ def expected_sums(
     )
 
 
-def _sums_in_visible_range(documents: Documents, seen: Documents, left: int, right: int, seen_sums: np.ndarray) -> np.ndarray:
+def _sums_in_visible_range(
+    documents: Documents, seen: Documents, left: int, right: int, seen_sums: np.ndarray
+) -> np.ndarray:
     """Sum, for each token at position p of `documents`, tokens p - left .. p + right of the same document of `seen`,
     given the prefix sums of `seen`."""
     doc = np.repeat(np.arange(len(documents)), documents.lengths)

@@ -20,7 +20,6 @@ from tests.integrations.huggingface.models import Step, make_config, make_model,
 from tests.integrations.peers.swift_double import GatherLoss, SequenceParallel
 from tests.integrations.peers.verl_double import Engine
 
-
 ROOT = Path(__file__).parents[3]
 
 
