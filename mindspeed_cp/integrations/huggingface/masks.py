@@ -98,7 +98,7 @@ def check_mask(label: str, mask: ModelMask, plan: RankPlans, layer_plan: Plan) -
         )
     (left, right), ahead = attention.visible_range, keys - queries
     planned = (ahead >= -left) & (ahead <= right)
-    if len(lone) == 1 and documents.blocks is not None:
+    if len(lone) == 1 and documents.blocks is not None and (visible != planned).any():  # the model has blocks, too
         block, other = (documents.blocks.of(documents.offsets[lone[0]] + x) for x in (queries, keys))
         planned |= (block == other) & (block >= 0)
     differing = np.flatnonzero(visible != planned)
