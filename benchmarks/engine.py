@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -93,7 +94,7 @@ def overhead() -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     plan = build_plan(Documents([32]), Topology(), AttentionConfig(HEADS, HEADS, DIM))
     q, k, v, dout = (torch.randn(32, HEADS, DIM) for _ in range(4))
-    cu = plan.layout.cu_seqlens(0)
+    cu = plan.documents.offsets.astype(np.int32)
     out, lse = attention(q, k, v, cu, cu)
     forward = once(lambda: context_parallel_attention(q, k, v, plan))
     kernel = ideal_us(q, k, v)

@@ -81,27 +81,37 @@ def read_arguments() -> argparse.Namespace:
 
 
 class AsTree:
-    """A batch whose shared prefixes are computed once."""
+    """A batch whose shared prefixes are computed once.
+
+    Attributes:
+        copies: ranks that have the log-probabilities of all tokens and compute the same loss of them.
+    """
 
     def __init__(self, batch: list[Trajectory], config: Any, mesh: Any, algorithm: str) -> None:
         packed = Documents.from_trajectories([trajectory.tokens for trajectory in batch])
-        self.documents, self.weights = packed.documents, [trajectory.weights for trajectory in batch]
-        self.rows, self.targets = cp.planned_trajectories(packed, config, mesh, algorithm, weights=self.weights)
+        self.documents, self.copies = packed.documents, mesh.size()
+        weights = [trajectory.weights for trajectory in batch]
+        self.rows, self.targets = cp.planned_trajectories(packed, config, mesh, algorithm, weights=weights)
         self.divisor = cp.sum_weights(self.targets)
-        self.token_weights = self.targets.values(self.weights)
-        self.advantages = self.targets.values([trajectory.advantage for trajectory in batch])
+        weights = [trajectory.weights[1:] for trajectory in batch]
+        gains = [np.repeat(trajectory.advantage, len(trajectory.tokens) - 1) for trajectory in batch]
+        self.token_weights, self.advantages = (
+            torch.tensor(np.concatenate(x)).float().to(mesh.device_type) for x in (weights, gains)
+        )
 
     def cross_entropy(self, logits: Tensor) -> Tensor:
         """Return this rank's share of the loss."""
         return cp.tree_loss(logits, self.targets, self.divisor)
 
     def token_log_probs(self, logits: Tensor) -> Tensor:
-        """Return the log-probabilities of this rank's tokens of trajectories."""
-        return cp.target_log_probs(logits, self.targets)[self.targets.target_of_token]
+        """Return the log-probabilities of the tokens of all trajectories of the replica, the same on its ranks."""
+        return torch.cat(cp.trajectory_log_probs(logits, self.targets, gradient_factor=self.copies))
 
 
 class Flat:
     """A batch of which each trajectory is a document."""
+
+    copies = 1
 
     def __init__(self, batch: list[Trajectory], config: Any, mesh: Any, algorithm: str) -> None:
         self.documents = Documents([len(trajectory.tokens) for trajectory in batch])
@@ -131,7 +141,7 @@ def clipped_ratio(batch: AsTree | Flat, logits: Tensor, old: Tensor) -> Tensor:
     """Return this rank's share of GRPO's loss, without its penalty; `old` are log-probabilities before the update."""
     ratio, gain = (batch.token_log_probs(logits) - old).exp(), batch.advantages
     terms = torch.minimum(ratio * gain, ratio.clamp(1 - CLIP, 1 + CLIP) * gain)
-    return cp.loss_share(-(batch.token_weights * terms).sum(), batch.divisor)
+    return cp.loss_share(-(batch.token_weights * terms).sum(), batch.divisor) / batch.copies
 
 
 @dataclass
@@ -227,6 +237,7 @@ def print_clipped(batch: AsTree, model: Any, old: Tensor) -> None:
         ratio = (batch.token_log_probs(model(**batch.rows).logits) - old).exp()[batch.token_weights > 0]
     counts = torch.tensor([int(((ratio < 1 - CLIP) | (ratio > 1 + CLIP)).sum()), len(ratio)], device=ratio.device)
     dist.all_reduce(counts)
+    counts //= batch.copies
     if dist.get_rank() == 0:
         print(f"  {int(counts[0])} of {int(counts[1])} ratios are outside {1 - CLIP} .. {1 + CLIP}", flush=True)
 

@@ -32,7 +32,7 @@ from mindspeed_cp.cluster import Cluster, LayerCost
 from mindspeed_cp.cluster.cluster import cluster_of
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents, Layout
-from mindspeed_cp.layout.sharding import weighted
+from mindspeed_cp.layout.layout import weighted
 from mindspeed_cp.plan.parts import StepOrder, combine, select_documents
 from mindspeed_cp.plan.problem import AttentionConfig, Topology, document_pairs
 from mindspeed_cp.plan.program import Plan, Program

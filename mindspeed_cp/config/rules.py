@@ -30,8 +30,6 @@ def check(settings: Sections) -> None:
     _check_heads(settings)
     _check_tensor_parallel(settings)
     _check_experts(settings)
-    if settings.model.multi_latent_attention:
-        _check_latent(settings)
     _check_balance(settings)
     _check_pool(settings)
     _check_placement(settings)
@@ -104,12 +102,17 @@ def _check_heads(settings: Sections) -> None:
 
 
 def _check_tensor_parallel(settings: Sections) -> None:
+    """Check that tensor-parallel ranks can share heads, widths and vocabulary, and have whole gradients once."""
     train, model = settings.train, settings.model
-    size = train.tensor_model_parallel_size
+    size, has_latents = train.tensor_model_parallel_size, model.multi_latent_attention
+    latents = (model.q_lora_rank or 0, model.kv_lora_rank + model.qk_pos_emb_head_dim) if has_latents else (0, 0)
     for key, value in (
         ("model.num_attention_heads", model.num_attention_heads),
         ("model.num_query_groups", model.kv_heads),
         ("model.ffn_hidden_size", model.resolved_ffn_hidden_size),
+        ("model.q_lora_rank", latents[0]),
+        ("model.kv_lora_rank + model.qk_pos_emb_head_dim", latents[1]),
+        ("model.moe_shared_expert_intermediate_size", model.moe_shared_expert_intermediate_size or 0),
     ):
         if value % size:
             raise bad_value("train.tensor_model_parallel_size", size, f"must divide {key} = {value}")
@@ -119,43 +122,26 @@ def _check_tensor_parallel(settings: Sections) -> None:
             "depend on it"
         )
         raise bad_value("train.tensor_model_parallel_size", size, rule)
-
-
-def _check_experts(settings: Sections) -> None:
-    """Check that ranks can share the experts."""
-    model, train = settings.model, settings.train
-    tp, ep, experts = train.tensor_model_parallel_size, train.expert_model_parallel_size, model.num_moe_experts
-    key = "train.expert_model_parallel_size"
-    if experts is None:
-        if ep > 1:
-            rule = "needs experts to share; give model.num_moe_experts, or use 1"
-            raise bad_value(key, ep, rule)
-    else:
-        check_divides(key, ep, "model.num_moe_experts", experts)
-        if tp > 1 and not train.sequence_parallel:
-            rule = f"must be true with experts and train.tensor_model_parallel_size = {tp}, as Megatron requires"
-            raise bad_value("train.sequence_parallel", False, rule)
-        shared = model.moe_shared_expert_intermediate_size
-        if shared is not None and shared % tp:
-            rule = f"must be a multiple of train.tensor_model_parallel_size = {tp}"
-            raise bad_value("model.moe_shared_expert_intermediate_size", shared, rule)
-
-
-def _check_latent(settings: Sections) -> None:
-    model, train = settings.model, settings.train
-    tp = train.tensor_model_parallel_size
-    for key, width in (
-        ("model.q_lora_rank", model.q_lora_rank or 0),
-        ("model.kv_lora_rank + model.qk_pos_emb_head_dim", model.kv_lora_rank + model.qk_pos_emb_head_dim),
-    ):
-        if width % tp:
-            raise bad_value("train.tensor_model_parallel_size", tp, f"must divide {key} = {width}")
-    if model.qk_layernorm and model.q_lora_rank is not None and tp > 1 and not train.sequence_parallel:
+    is_split = size > 1 and not train.sequence_parallel
+    if has_latents and model.qk_layernorm and model.q_lora_rank is not None and is_split:
         rule = (
             "must be false with model.q_lora_rank and tensor parallelism: Megatron would add the gradient of that "
             "norm once per rank; or set train.sequence_parallel: true"
         )
         raise bad_value("model.qk_layernorm", True, rule)
+    if model.num_moe_experts is not None and is_split:
+        rule = f"must be true with experts and train.tensor_model_parallel_size = {size}, as Megatron requires"
+        raise bad_value("train.sequence_parallel", False, rule)
+
+
+def _check_experts(settings: Sections) -> None:
+    """Check that ranks can share the experts."""
+    ranks, experts = settings.train.expert_model_parallel_size, settings.model.num_moe_experts
+    key = "train.expert_model_parallel_size"
+    if experts is not None:
+        check_divides(key, ranks, "model.num_moe_experts", experts)
+    elif ranks > 1:
+        raise bad_value(key, ranks, "needs experts to share; give model.num_moe_experts, or use 1")
 
 
 def _check_balance(settings: Sections) -> None:

@@ -201,18 +201,18 @@ class SuiteSettings(Section):
                 raise bad_value(name, value, rule)
             owners = table[name]
             option = owners.get(self.algorithm, next(iter(owners.values())))
+            value = option.with_words(value)
+            problem = option.problem(value, self.context_parallel_size)
+            if problem is not None:
+                raise bad_value(name, value, f"must be {problem} or null")
             assert self.model_extra is not None
-            self.model_extra[name] = check_option(option, value, self.context_parallel_size)
+            self.model_extra[name] = value
             if self.algorithm != AUTO and self.algorithm not in owners:
                 rule = (
                     f"algorithm {self.algorithm} has no such option; algorithms that have it: {', '.join(owners)}; "
                     f"to leave it out: {name}: null, on the command line --set context_parallel_suite.{name}=null"
                 )
                 raise bad_value(name, value, rule)
-        return self
-
-    @model_validator(mode="after")
-    def _read_npu_profile(self) -> SuiteSettings:
         if self.npu_profile is not None:
             profile_of_process(self.npu_profile)
         return self
@@ -305,15 +305,6 @@ def options_by_name() -> dict[str, dict[str, AlgorithmOption]]:
         for name, option in algorithm.options.items():
             table.setdefault(name, {})[algorithm.name] = option
     return table
-
-
-def check_option(option: AlgorithmOption, value: Any, ranks: int) -> Any:
-    """Return the value of an option; raise SettingError if it is invalid on this number of ranks."""
-    value = option.with_words(value)
-    problem = option.problem(value, ranks)
-    if problem is not None:
-        raise bad_value(option.name, value, f"must be {problem} or null")
-    return value
 
 
 def check_divides(key: str, value: int, number_key: str, number: int) -> None:

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.integrations.huggingface.attention import register
-from mindspeed_cp.integrations.huggingface.families import family_of
-from mindspeed_cp.integrations.huggingface.heads import check_head
+from mindspeed_cp.integrations.huggingface.heads import check_model
 from mindspeed_cp.integrations.huggingface.loss import IGNORED
 from mindspeed_cp.integrations.huggingface.plans import RankPlans
 from mindspeed_cp.integrations.huggingface.rows import gather_rows, packed_row_plans, slice_rows
@@ -46,16 +45,12 @@ def use_plans(instance: Any = None, algorithm: str = "hierarchical", **arguments
         instance = sequence_parallel
     if instance.world_size is not None:
         raise ConfigError("sequence parallelism was prepared before use_plans; valid: use_plans before the training")
-    instance.__class__ = planned_class(type(instance))
+    base = type(instance)
+    instance.__class__ = type(f"Planned{base.__name__}", (PlannedRows, base), {})
     instance.plan_arguments = {"algorithm": algorithm, **arguments}
 
 
-def planned_class(base: type) -> type:
-    """Return a class of ms-swift's SequenceParallel whose rows are cut by plans."""
-    return type(f"Planned{base.__name__}", (PlannedRows, base), {})
-
-
-_SequenceParallel: Any = object  # its place in planned_class
+_SequenceParallel: Any = object  # its place in the class that use_plans makes
 
 
 class PlannedRows(_SequenceParallel):
@@ -69,8 +64,7 @@ class PlannedRows(_SequenceParallel):
         if not padding_free:
             raise ConfigError("padding_free is False; valid with plans: True, packed rows")
         self.model_config = model.config
-        family_of(model.config)
-        check_head(model)
+        check_model(model)
         self.rows_read = 0
         super().prepare(sp_size, model, tokenizer, padding_free)
 

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.integrations.huggingface.attention import register
-from mindspeed_cp.integrations.huggingface.families import family_of
-from mindspeed_cp.integrations.huggingface.heads import check_head
+from mindspeed_cp.integrations.huggingface.heads import check_model
 from mindspeed_cp.integrations.huggingface.plans import RankPlans
 from mindspeed_cp.integrations.huggingface.rows import gather_rows, packed_row_plans, slice_rows
 
@@ -52,8 +51,7 @@ class PlannedEngine(_Engine):
         finally:
             self.ulysses_sequence_parallel_size = ranks
         if ranks > 1:
-            family_of(module.config)
-            check_head(module)
+            check_model(module)
             module.set_attn_implementation(register())
             module.base_model.register_forward_pre_hook(self._add_plan, with_kwargs=True)
         return module

@@ -2,8 +2,8 @@
 
 from mindspeed_cp.layout.documents import Documents, PackedTrajectories
 from mindspeed_cp.layout.equal_tokens import equal_token_layout, padding_rows, sequence_parallel_layout
-from mindspeed_cp.layout.layout import TOKEN_SPAN, Layout, TokenSpan
-from mindspeed_cp.layout.redistribution import RANK_PAIR, Redistribution, Roll
+from mindspeed_cp.layout.layout import TOKEN_SPAN, Layout, contiguous, from_spans, row_zigzag, zigzag
+from mindspeed_cp.layout.redistribution import Redistribution, Roll
 from mindspeed_cp.layout.runs import (
     ROW_RUN,
     assign_to_least_loaded,
@@ -12,11 +12,9 @@ from mindspeed_cp.layout.runs import (
     ragged_arange,
     union_of_runs,
 )
-from mindspeed_cp.layout.sharding import contiguous, from_spans, row_zigzag, weighted, zigzag
 from mindspeed_cp.layout.trees import TreeTargets
 
 __all__ = [
-    "RANK_PAIR",
     "ROW_RUN",
     "TOKEN_SPAN",
     "Documents",
@@ -24,7 +22,6 @@ __all__ = [
     "PackedTrajectories",
     "Redistribution",
     "Roll",
-    "TokenSpan",
     "TreeTargets",
     "assign_to_least_loaded",
     "contiguous",
@@ -37,6 +34,5 @@ __all__ = [
     "row_zigzag",
     "sequence_parallel_layout",
     "union_of_runs",
-    "weighted",
     "zigzag",
 ]  # fmt: skip

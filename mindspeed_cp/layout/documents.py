@@ -1,8 +1,8 @@
-"""Documents: the lengths of the documents in a packed batch."""
+"""Documents: the lengths of the documents in a packed batch, and blocks of their tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.layout.blocks import Blocks, checked_blocks
-from mindspeed_cp.layout.runs import as_integers
-from mindspeed_cp.layout.trees import Trees, TreeTargets, checked_parents, shared_prefixes, tree_targets
+from mindspeed_cp.layout.runs import as_integers, ragged_arange
+from mindspeed_cp.layout.trees import Trees, TreeTargets, checked_parents, shared_prefixes
 from mindspeed_cp.schema.numbers import is_int
 
 MAX_TOKENS = 2**31 - 1  # cumulative lengths are int32 in every fused attention operator
@@ -31,7 +30,7 @@ class Documents:
 
     A document may continue another one, its parent (:mod:`mindspeed_cp.layout.trees`): it then sees its parent's
     tokens and those of all further ancestors, and its positions follow theirs. Tokens of a block
-    (:mod:`mindspeed_cp.layout.blocks`), such as those of an image, see each other both ways. Both are for causal masks.
+    (:class:`Blocks`), such as those of an image, see each other both ways. Both are for causal masks.
 
     Objects with equal lengths, parents and blocks are equal and have equal hashes: a cache of plans has them as keys.
 
@@ -61,38 +60,28 @@ class Documents:
         parents: Iterable[int] | np.ndarray | None = None,
         blocks: Iterable[Iterable[int]] | np.ndarray | None = None,
     ) -> None:
-        try:
-            values = np.asarray(lengths if isinstance(lengths, np.ndarray) else list(lengths))
-        except (TypeError, ValueError):
-            raise ConfigError(f"document lengths must be a flat list of whole numbers, not {lengths!r}") from None
-        if values.ndim != 1 or not (values.size == 0 or np.issubdtype(values.dtype, np.integer)):
-            raise ConfigError(
-                f"document lengths must be a flat list of whole numbers, not {values.dtype} of shape {values.shape}"
-            )
+        values = as_integers("lengths", lengths, 1)
         bad = np.flatnonzero((values < 0) | (values > MAX_TOKENS))
         if len(bad):
             raise ConfigError(
                 f"document {bad[0]} has length {values[bad[0]]}; valid: 0 to {MAX_TOKENS}; split longer documents"
             )
-        values = values.astype(np.int64)
         if values.sum() > MAX_TOKENS:
             raise ConfigError(f"the batch has {values.sum()} tokens; valid: at most {MAX_TOKENS}; split the batch")
         values.setflags(write=False)
         self.lengths = values
         self.trees: Trees | None = None
         if parents is not None:
-            listed = as_integers("parents", list(parents) if isinstance(parents, Iterator) else parents, 1)
-            checked = checked_parents(listed, len(values))
+            checked = checked_parents(as_integers("parents", parents, 1), len(values))
             self.trees = Trees(checked, values) if (checked >= 0).any() else None
         self.blocks: Blocks | None = None
         if blocks is not None:
-            blocks = list(blocks) if isinstance(blocks, Iterator) else blocks
             spans = as_integers("blocks", blocks, 2, "shape [blocks, 2], first and last-plus-one token of each block")
             self.blocks = checked_blocks(spans, self.offsets) if len(spans) else None
 
     @classmethod
     def from_lengths(cls, lengths: Any) -> Documents:
-        """Make documents from token counts: ``Documents(lengths)``, for tensors too.
+        """Make documents from token counts: ``Documents(lengths)``.
 
         >>> Documents.from_lengths([3, 0, 4])
         Documents([3, 0, 4], tokens=7)
@@ -103,7 +92,7 @@ class Documents:
         Raises:
             ConfigError: not integers of this shape, or a length is negative.
         """
-        return cls(as_integers("lengths", lengths, 1))
+        return cls(lengths)
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Any) -> Documents:
@@ -336,24 +325,151 @@ class PackedTrajectories:
     tokens: np.ndarray
     tree_tokens: tuple[np.ndarray, ...]
 
-    @property
-    def flat_tokens(self) -> int:
-        """Number of tokens of all trajectories, one after the other."""
-        return sum(map(len, self.tree_tokens))
-
-    @property
-    def positions(self) -> np.ndarray:
-        """Position of every tree token on its path, int64 [tokens], for rotary embeddings."""
-        documents = self.documents
-        doc = documents.document_of(np.arange(documents.tokens))
-        return np.arange(documents.tokens) - documents.offsets[doc] + documents.first_positions[doc]
-
     @cached_property
     def targets(self) -> TreeTargets:
         """Tokens to predict, each once."""
-        return tree_targets(self.tokens, self.tree_tokens)
+        source = np.concatenate([path[:-1] for path in self.tree_tokens])
+        follower = np.concatenate([path[1:] for path in self.tree_tokens])
+        pairs, index = np.unique(np.stack([source, follower]), axis=1, return_inverse=True)
+        ends = np.cumsum([len(path) - 1 for path in self.tree_tokens])
+        return TreeTargets(pairs[0], self.tokens[pairs[1]], tuple(np.split(index.reshape(-1), ends[:-1])))
 
 
 def _shown(values: np.ndarray) -> str:
     """Return the first numbers of an array."""
     return ", ".join(map(str, values[:6])) + (f", ... {len(values)} in all" if len(values) > 6 else "")
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """Blocks of a batch, ascending: runs of tokens of a document that see each other both ways under a causal mask.
+
+    Image tokens inside a text, or the prompt of a prefix language model. A query in a block sees, besides what the mask
+    lets it see, the whole block; a window does not hide tokens of its own block. All other queries see blocks
+    causally::
+
+        tokens    a b [c d e] f       a sees a, b sees a b, c and d and e see a b c d e, f sees a b c d e f
+
+    Attributes:
+        doc: document of each block, int64 [blocks].
+        first, last: first and last-plus-one token of each block, counted from the document's first, int64 [blocks].
+        offsets: first token of each document of the batch, followed by the number of tokens, int64 [documents + 1].
+            Blocks of a document that has no tokens in this batch, as in a part of a plan, are not in it.
+    """
+
+    doc: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+    offsets: np.ndarray
+
+    @cached_property
+    def _present(self) -> np.ndarray:
+        return np.flatnonzero(self.offsets[self.doc + 1] > self.offsets[self.doc])
+
+    @cached_property
+    def start(self) -> np.ndarray:
+        """First token of each block in the batch, int64 [present blocks]."""
+        return (self.offsets[self.doc] + self.first)[self._present]
+
+    @cached_property
+    def stop(self) -> np.ndarray:
+        """Last-plus-one token of each block in the batch, int64 [present blocks]."""
+        return (self.offsets[self.doc] + self.last)[self._present]
+
+    @property
+    def records(self) -> np.ndarray:
+        """Document, first and last-plus-one token of each block, int64 [blocks, 3]."""
+        return np.stack([self.doc, self.first, self.last], 1)
+
+    def of(self, tokens: np.ndarray) -> np.ndarray:
+        """Return the block of each token, or -1; int64, the shape of `tokens`."""
+        index = np.searchsorted(self.start, tokens, "right") - 1
+        inside = (index >= 0) & (tokens < self.stop[index]) if len(self.stop) else np.zeros(np.shape(tokens), bool)
+        return np.where(inside, index, -1)
+
+    @property
+    def seen_labels(self) -> np.ndarray:
+        """Tokens that see the one after them, as both are in one block, and cannot learn to predict it; int64 [n]."""
+        return ragged_arange(self.start, self.stop - self.start - 1)
+
+    def cut(self, spans: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Cut token spans where blocks begin and end.
+
+        Args:
+            spans: records of dtype TOKEN_SPAN.
+
+        Returns:
+            The spans, index in `spans` and block (or -1) of each, int64 [n] each.
+        """
+        edges = np.unique(np.concatenate([self.start, self.stop]))
+        begin = np.searchsorted(edges, spans["start"], "right")
+        inside = np.maximum(np.searchsorted(edges, spans["stop"], "left") - begin, 0)
+        source = np.repeat(np.arange(len(spans)), inside + 1)
+        out = spans[source]
+        is_last = np.zeros(len(source), bool)
+        is_last[np.cumsum(inside + 1) - 1] = True
+        is_first = np.append(True, is_last[:-1])[: len(source)]
+        cuts = edges[ragged_arange(begin, inside)]
+        out["stop"][~is_last], out["start"][~is_first] = cuts, cuts
+        return out, source, self.of(out["start"])
+
+    def pairs_before(self, tokens: np.ndarray, left: int) -> np.ndarray:
+        """Count the pairs that blocks add to those of a causal mask with a window of `left`, over all queries before
+        each token; int64, the shape of `tokens`."""
+        size = self.stop - self.start
+        before = np.concatenate([[0], np.cumsum(_added_pairs(size, size, left))])
+        index = np.searchsorted(self.start, tokens, "right") - 1
+        if not len(size):
+            return np.zeros(np.shape(tokens), np.int64)
+        queries = np.clip(tokens - self.start[index], 0, size[index])
+        return np.where(index >= 0, before[index] + _added_pairs(queries, size[index], left), 0)
+
+
+def _added_pairs(queries: np.ndarray, size: np.ndarray, left: int) -> np.ndarray:
+    """Count the keys of a block that a causal mask with a window hides from its first queries.
+
+    Query i hides the size - 1 - i keys after it and, in a window, max(0, i - left) keys of the block before it.
+    """
+    hidden = np.maximum(queries - 1 - left, 0)
+    return queries * (size - 1) - queries * (queries - 1) // 2 + hidden * (hidden + 1) // 2
+
+
+def checked_blocks(blocks: np.ndarray, offsets: np.ndarray) -> Blocks:
+    """Return the blocks of a batch.
+
+    Args:
+        blocks: first and last-plus-one token of each block, int64 [blocks, 2].
+        offsets: first token of each document, followed by the number of tokens.
+
+    Raises:
+        ConfigError: a block is empty, out of the batch, crosses a document's border, or overlaps or precedes the one
+            before it; names the block.
+    """
+    if blocks.ndim != 2 or blocks.shape[1:] != (2,):
+        raise ConfigError(
+            f"blocks has shape {list(blocks.shape)}; valid: [blocks, 2], first and last-plus-one token of each block"
+        )
+    start, stop = np.ascontiguousarray(blocks[:, 0]), np.ascontiguousarray(blocks[:, 1])
+    wrong = np.flatnonzero((start < 0) | (stop <= start) | (stop > offsets[-1]))
+    if len(wrong):
+        number = int(wrong[0])
+        raise ConfigError(
+            f"blocks[{number}] is {blocks[number].tolist()}; valid: a first token and a last-plus-one token after it, "
+            f"0 to {offsets[-1]}"
+        )
+    behind = np.flatnonzero(start[1:] < stop[:-1])
+    if len(behind):
+        number = int(behind[0])
+        raise ConfigError(
+            f"blocks[{number + 1}] is {blocks[number + 1].tolist()}, but blocks[{number}] is "
+            f"{blocks[number].tolist()}; valid: blocks in ascending order that do not overlap"
+        )
+    doc = np.searchsorted(offsets, start, "right") - 1
+    crossing = np.flatnonzero(stop > offsets[doc + 1])
+    if len(crossing):
+        number = int(crossing[0])
+        raise ConfigError(
+            f"blocks[{number}] is {blocks[number].tolist()}, but document {doc[number]} ends at token "
+            f"{offsets[doc[number] + 1]}; valid: a block of tokens of one document"
+        )
+    return Blocks(doc, start - offsets[doc], stop - offsets[doc], offsets)

@@ -20,9 +20,8 @@ from __future__ import annotations
 import numpy as np
 
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.layout.layout import TOKEN_SPAN, Layout
+from mindspeed_cp.layout.layout import TOKEN_SPAN, Layout, from_spans
 from mindspeed_cp.layout.runs import intersect_runs
-from mindspeed_cp.layout.sharding import from_spans
 from mindspeed_cp.schema.numbers import check_divisor
 
 #: `rows` rows move from rank `src` to rank `dst`.

@@ -130,13 +130,6 @@ class Redistribution:
         held = int(self.target.token_counts @ self.target.head_counts(self.heads))
         return held > self.source.documents.tokens * self.heads
 
-    def send_volume(self, adjoint: bool = False) -> np.ndarray:
-        """Return the number of (row, head) pairs that each rank sends to other ranks, int64 [ranks]."""
-        remote = self.remote_pairs
-        sender = remote["dst" if adjoint else "src"]
-        count = np.bincount(sender, weights=remote["rows"] * remote["heads"], minlength=self.source.ranks)
-        return count.astype(np.int64)
-
 
 #: A redistribution, the bytes of a row of one head, and the number of tensors that have such rows together.
 Moved = tuple[Redistribution, float, int]

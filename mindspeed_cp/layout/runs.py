@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, repeat
 from typing import Any
 
@@ -105,7 +105,8 @@ def intersect_runs(
 def as_integers(name: str, values: Any, dims: int, shape: str = "") -> np.ndarray:
     """Convert to int64 with 1 to `dims` dimensions, or raise ConfigError, which names the valid shape."""
     try:
-        array = np.asarray(values)
+        is_array = hasattr(values, "__array__") or not isinstance(values, Iterable)
+        array = np.asarray(values if is_array else list(values))
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"{name} is a {type(values).__name__} that NumPy cannot read ({' '.join(str(error).split())}); valid: "
@@ -115,7 +116,7 @@ def as_integers(name: str, values: Any, dims: int, shape: str = "") -> np.ndarra
     if not is_integer or not 1 <= array.ndim <= dims:
         valid = shape or ("one dimension" if dims == 1 else "shape [tokens] or [rows, tokens]")
         raise ConfigError(f"{name} is {array.dtype} of shape {list(array.shape)}; valid: integers of {valid}")
-    return array.astype(np.int64)
+    return array.astype(np.int64)  # a copy
 
 
 # assign_to_least_loaded: how documents find a rank, and micro-batches a replica.

@@ -278,17 +278,6 @@ def shared_prefixes(
     return lengths, parents, np.concatenate(runs), [np.concatenate(path) for path in paths]
 
 
-def tree_targets(tokens: np.ndarray, tree_tokens: Sequence[np.ndarray]) -> TreeTargets:
-    """Return the tokens to predict, each once; arguments as the attributes of PackedTrajectories."""
-    length = np.array([len(path) - 1 for path in tree_tokens], np.int64)
-    nothing = np.zeros(0, np.int64)
-    source = np.concatenate([nothing, *(path[:-1] for path in tree_tokens)])
-    follower = np.concatenate([nothing, *(path[1:] for path in tree_tokens)])
-    pairs, index = np.unique(np.stack([source, follower]), axis=1, return_inverse=True)
-    of_trajectories = np.split(index.reshape(-1), np.cumsum(length)[:-1]) if len(length) else []
-    return TreeTargets(pairs[0], tokens[pairs[1]], tuple(of_trajectories))
-
-
 def _grouped(trajectories: Sequence[np.ndarray], numbers: Iterable[int], start: int, tokens: int) -> list[list[int]]:
     """Group trajectories by their next tokens, in the order of the first of each group."""
     groups: dict[bytes, list[int]] = {}

@@ -2,7 +2,6 @@
 
 from mindspeed_cp.plan.parts import (
     combine,
-    default_order,
     document_mask,
     part_ends,
     part_rows,
@@ -11,8 +10,8 @@ from mindspeed_cp.plan.parts import (
 )
 from mindspeed_cp.plan.problem import MASKS, RANK_LIMIT, UNLIMITED, AttentionConfig, Topology, alibi_slopes
 from mindspeed_cp.plan.program import Plan, Program
-from mindspeed_cp.plan.records import BAND, CAUSAL, CONTENT, FULL, MESSAGE, ROW_RUN, TILE, MessageBuilder, Messages
-from mindspeed_cp.plan.transfers import TRAFFIC, traffic
+from mindspeed_cp.plan.records import BAND, CAUSAL, CONTENT, FULL, TILE, MessageBuilder, Messages
+from mindspeed_cp.plan.transfers import traffic
 from mindspeed_cp.plan.verify import peak_bytes, verify_plan
 
 __all__ = [
@@ -21,11 +20,8 @@ __all__ = [
     "CONTENT",
     "FULL",
     "MASKS",
-    "MESSAGE",
     "RANK_LIMIT",
-    "ROW_RUN",
     "TILE",
-    "TRAFFIC",
     "UNLIMITED",
     "AttentionConfig",
     "MessageBuilder",
@@ -35,7 +31,6 @@ __all__ = [
     "Topology",
     "alibi_slopes",
     "combine",
-    "default_order",
     "document_mask",
     "part_ends",
     "part_rows",

@@ -41,7 +41,7 @@ def combine(
         name: name of the combined plan, for display.
         parts: plans without parts, with the same attention and topology. Each document is in one of them and has length
             0 in the others (`select_documents` and `select_layout` make such parts of a batch).
-        forward_order: (part, step) of all forward steps in execution order; default: `default_order`.
+        forward_order: (part, step) of all forward steps in execution order; default: one step of each part in turn.
         backward_order: the same for the backward.
 
     Raises:
@@ -52,9 +52,10 @@ def combine(
         raise ConfigError(
             f"parts are {short_repr(parts)}; valid: one Plan or more, each over some documents of the batch"
         )
-    if len({(part.ranks, len(part.documents), len(part.kv_documents)) for part in parts}) > 1:
-        sizes = "; ".join(f"{part.ranks} ranks, {len(part.documents)} documents" for part in parts)
-        raise ConfigError(f"parts have {sizes}; valid: the same ranks, and all documents of the batch in each")
+    for index, part in enumerate(parts):
+        error = _part_error(parts[0], index, part)
+        if error is not None:
+            raise ConfigError(f"parts: {error}")
     layout = _union_layout([part.layout for part in parts])
     same = all(part.kv_layout_in is part.layout for part in parts)
     kv_layout_in = layout if same else _union_layout([part.kv_layout_in for part in parts])
@@ -81,8 +82,8 @@ def combine(
         forward=empty_program,
         backward=empty_program,
         parts=parts,
-        forward_order=default_order(parts, "forward") if forward_order is None else tuple(forward_order),
-        backward_order=default_order(parts, "backward") if backward_order is None else tuple(backward_order),
+        forward_order=_in_turn(parts, "forward") if forward_order is None else tuple(forward_order),
+        backward_order=_in_turn(parts, "backward") if backward_order is None else tuple(backward_order),
         reduce_dtype=parts[0].reduce_dtype,
     )
     error = parts_error(plan)
@@ -91,21 +92,10 @@ def combine(
     return plan
 
 
-def default_order(parts: Sequence[Plan], direction: str) -> StepOrder:
-    """Return the default order of the steps of all parts.
-
-    The first steps of parts with messages come first, so that these travel; then all steps of parts without messages;
-    then the remaining steps, one of each part in turn.
-    """
-    programs: list[Program] = [getattr(part, direction) for part in parts]
-    exchanging = [part for part, program in enumerate(programs) if len(program.fetch) or len(program.reduce)]
-    silent = [part for part in range(len(parts)) if part not in exchanging]
-    steps = [program.steps for program in programs]
-    return (
-        *((part, 0) for part in exchanging),
-        *((part, step) for part in silent for step in range(steps[part])),
-        *((part, step) for step in range(1, max(steps)) for part in exchanging if step < steps[part]),
-    )
+def _in_turn(parts: Sequence[Plan], direction: str) -> StepOrder:
+    """Return (part, step) of the steps of all parts, one of each part in turn."""
+    steps = [getattr(part, direction).steps for part in parts]
+    return tuple((part, step) for step in range(max(steps)) for part, count in enumerate(steps) if step < count)
 
 
 def select_documents(documents: Documents, chosen: np.ndarray) -> Documents:

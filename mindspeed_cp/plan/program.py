@@ -35,8 +35,6 @@ SPANS_PER_PASS, WINDOW_TOKENS_PER_PASS = 2**14, 2**21
 #: Types in which gradients of keys and values may travel, and bytes of an element.
 REDUCE_BYTES = {"float32": 4, "bfloat16": 2}
 
-#: How messages travel: each by itself, or those with the same first and last step as one all-to-all-v of all ranks.
-
 #: The two programs of a plan, in the order in which ranks run them.
 DIRECTIONS = ("forward", "backward")
 

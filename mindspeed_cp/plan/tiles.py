@@ -57,12 +57,12 @@ def tiles_between(
     if attention.needs_positions:
         tiles = _tiles_by_position(queries, k_spans, documents, keys, attention)
         in_block = queries.select(queries.block >= 0)
-        parts = [tiles, _tiles_inside_blocks(in_block, k_spans, documents)] if len(in_block.spans) else [tiles]
+        tables = [tiles, _tiles_inside_blocks(in_block, k_spans, documents)] if len(in_block.spans) else [tiles]
     else:
-        parts = _parts_by_rows(queries, k_spans, documents, keys, attention.mask)
-    if len(parts) == 1:
-        return parts[0]
-    tiles = concatenate_records(parts)
+        tables = _tables_by_rows(queries, k_spans, documents, keys, attention.mask)
+    if len(tables) == 1:
+        return tables[0]
+    tiles = concatenate_records(tables)
     return tiles[np.lexsort((tiles["k_row"], tiles["q_row"]))]
 
 
@@ -85,26 +85,26 @@ class SpanRows:
         return SpanRows(self.spans[index], self.row[index], self.block[index])
 
 
-def _parts_by_rows(
+def _tables_by_rows(
     queries: SpanRows, k_spans: np.ndarray, documents: Documents, kv_documents: Documents, mask: str
 ) -> list[np.ndarray]:
     """Derive tiles from row numbers: of documents with themselves, of queries in blocks with all keys up to the end of
     their block, and of documents with their ancestors."""
     is_text = queries.block < 0
     text = queries if is_text.all() else queries.select(is_text)
-    parts = [_tiles_by_rows(text, text.spans["doc"], None, k_spans, documents, kv_documents, mask)]
+    tables = [_tiles_by_rows(text, text.spans["doc"], None, k_spans, documents, kv_documents, mask)]
     if documents.blocks is not None and not is_text.all():
         inside = queries.select(~is_text)
         stop = documents.blocks.stop[inside.block]
-        parts.append(_tiles_by_rows(inside, inside.spans["doc"], stop, k_spans, documents, documents, "full"))
+        tables.append(_tiles_by_rows(inside, inside.spans["doc"], stop, k_spans, documents, documents, "full"))
     if documents.trees is not None:
         span, seen = documents.seen_documents(np.ascontiguousarray(queries.spans["doc"]))
         above = seen != queries.spans["doc"][span]
         span, seen = span[above], seen[above]
         order = np.lexsort((span, documents.trees.depths[seen]))  # spans with the same ancestor side by side
         of_spans = queries.select(span[order])
-        parts.append(_tiles_by_rows(of_spans, seen[order], None, k_spans, documents, documents, "full"))
-    return parts
+        tables.append(_tiles_by_rows(of_spans, seen[order], None, k_spans, documents, documents, "full"))
+    return tables
 
 
 def _tiles_by_rows(

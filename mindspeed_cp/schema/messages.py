@@ -18,25 +18,6 @@ from mindspeed_cp.schema.unsupported import SUITE_KEYS
 
 _SCALARS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 _PLURALS = {int: "integers", float: "numbers", str: "texts"}
-_SYNONYMS = {
-    "num_layers": ("layers", "n_layers", "n_layer", "num_hidden_layers"),
-    "num_attention_heads": ("heads", "num_heads", "n_heads"),
-    "num_query_groups": ("kv_heads", "num_kv_heads", "num_key_value_heads"),
-    "hidden_size": ("d_model", "dim", "width"),
-    "seq_length": ("context", "context_length", "max_seq_len", "max_seq_length", "sequence_length", "block_size"),
-    "corpus": ("dataset", "data_path", "path"),
-    "train_iters": ("steps", "max_steps", "num_steps", "iterations", "iters"),
-    "global_batch_size": ("batch_size", "batch"),
-    "lr": ("learning_rate", "max_lr"),
-    "lr_warmup_iters": ("warmup", "warmup_steps", "warmup_iters"),
-    "clip_grad": ("grad_clip", "max_grad_norm", "gradient_clip"),
-    "context_parallel_size": ("cp", "cp_size", "context_parallel"),
-    "algorithm": ("context_parallel_algo", "cp_algo", "cp_algorithm"),
-    "ulysses_degree": ("ulysses_degree_in_cp", "ulysses_size"),
-    "nodes": ("nnodes", "num_nodes"),
-    "tensor_model_parallel_size": ("tp", "tp_size", "tensor_parallel_size"),
-    "folder": ("dir", "directory", "output_dir", "save"),
-}
 _VALUE_LIMIT = 80  # characters
 _KEY_LIMIT = 20  # keys that an error lists
 _MAX_BITS = 128  # of an integer that a message shows: Python writes none of more than 4,300 digits
@@ -89,12 +70,9 @@ def bad_value(key: str, value: Any, rule: str) -> SettingError:
     return SettingError(key, f"{key} = {format_value(value)}: {rule}")
 
 
-def closest_names(name: str, candidates: typing.Iterable[str], count: int = 3) -> list[str]:
-    """Return up to `count` candidates that resemble `name`, or that other projects call so; the nearest comes first."""
-    names = list(candidates)
-    synonyms = [candidate for candidate in names if name in _SYNONYMS.get(candidate, ())]
-    similar = difflib.get_close_matches(name, names, n=count, cutoff=0.6)
-    return list(dict.fromkeys(synonyms + similar))[:count]
+def closest_names(name: str, candidates: typing.Iterable[str]) -> list[str]:
+    """Return up to three candidates that resemble `name`; the nearest comes first."""
+    return difflib.get_close_matches(name, list(candidates), n=3, cutoff=0.6)
 
 
 def did_you_mean(names: typing.Sequence[str], prefix: str = "") -> str:
@@ -125,8 +103,8 @@ def _number(value: float) -> str:
 def _describe_type(annotation: Any, bounds: str) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
-        parts = [_describe_type(a, bounds) for a in arguments if a is not type(None)]
-        return " or ".join(parts + ["null"] * (type(None) in arguments))
+        kinds = [_describe_type(a, bounds) for a in arguments if a is not type(None)]
+        return " or ".join(kinds + ["null"] * (type(None) in arguments))
     if origin is typing.Annotated:
         return _describe_type(arguments[0], _bounds(arguments[1:]) or bounds)
     if origin is Literal:
@@ -144,7 +122,7 @@ def _describe_type(annotation: Any, bounds: str) -> str:
 def to_setting_error(model: type[BaseModel], error: ValidationError) -> SettingError:
     """Return the most useful of the errors that pydantic found: an unknown key first, as it may explain the others."""
     first = min(error.errors(include_url=False), key=lambda details: details["type"] != "extra_forbidden")
-    location = [str(part) for part in first["loc"]]
+    location = [str(name) for name in first["loc"]]
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, SettingError):  # raised by a section or by a check: it lacks only the section's name
         sections = location[:-1] if location and location[-1] == cause.key else location
@@ -153,7 +131,7 @@ def to_setting_error(model: type[BaseModel], error: ValidationError) -> SettingE
     if first["type"] == "extra_forbidden":
         return unknown_key(model, key, location[-1])
     info = model.model_fields.get(location[0]) if location else None
-    key = ".".join(part for part in location if part == location[0] or part.isdigit())  # without the types of a union
+    key = ".".join(name for name in location if name == location[0] or name.isdigit())  # without the types of a union
     if first["type"] == "missing":
         return SettingError(key, f"{key}: is missing; it must be {describe_valid_values(info) if info else 'given'}")
     if info is None:

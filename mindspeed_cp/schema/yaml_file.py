@@ -7,6 +7,7 @@ the two versions read differently.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -21,7 +22,6 @@ from mindspeed_cp.schema.messages import SettingError, format_value
 MAX_FILE_BYTES = 2**17  # PyYAML takes a second for it; no settings file has a tenth
 MAX_DIGITS = 40  # of an integer; Python writes none of more than 4,300, in whatever base it was read
 MAX_ALIASES = 30  # *name: a page of them can stand for billions of values, so many for 60,000 at most
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 _Made = TypeVar("_Made")
 
@@ -43,15 +43,6 @@ class _Loader(yaml.SafeLoader):
                 problem = f"more than {MAX_ALIASES} aliases (*name); write the values themselves"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=self.peek_event().start_mark)
         return super().compose_node(parent, index)
-
-    def compose_scalar_node(self, anchor: dict[Any, yaml.Node]) -> yaml.ScalarNode:
-        """Return a scalar; refuse what is no Unicode."""
-        node = super().compose_scalar_node(anchor)
-        bad = _SURROGATE.search(node.value)
-        if bad is not None:
-            problem = f"the character U+{ord(bad[0]):04X} is not allowed"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
-        return node
 
     def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         """Return an integer: 12, 0o14, 0xC; refuse 010, and what has more than MAX_DIGITS."""
@@ -103,9 +94,9 @@ class SettingsFile:
 
     def location(self, key: str) -> str:
         """Return `file:line` of the innermost section or key on the way to `key` that the file has, or `file`."""
-        parts = key.split(".")
-        for size in range(len(parts), 0, -1):
-            line = self.lines.get(".".join(parts[:size]))
+        names = key.split(".")
+        for size in range(len(names), 0, -1):
+            line = self.lines.get(".".join(names[:size]))
             if line is not None:
                 return line if isinstance(line, str) else f"{self.name}:{line}"
         return self.name
@@ -153,30 +144,28 @@ def apply_overrides(base: SettingsFile, overrides: Iterable[str]) -> SettingsFil
     """Return `base` with each `section.key=value` applied; values are YAML: `true`, `3`, `1e-3`, `null`, `[1, 2]`."""
     for text in overrides:
         key, equals, value = text.partition("=")
-        if not equals or not all(part.strip() for part in key.split(".")):
+        if not equals or not all(name.strip() for name in key.split(".")):
             raise ConfigError(f"--set {text!r}: must be KEY=VALUE, a key of the file (section.key in a section)")
-        if _SURROGATE.search(key):
-            raise ConfigError(f"--set {text!r}: the key is no Unicode text")
         base = with_value(base, key, _load(value, f"--set {text!r}", {}))
     return base
 
 
 def with_value(base: SettingsFile, key: str, value: Any, option: str = "--set") -> SettingsFile:
     """Return `base` with another value of a dotted key, which errors attribute to a command-line option."""
-    data, lines = _copy(base.data), dict(base.lines)
-    parts = [part.strip() for part in key.split(".")]
+    data, lines = copy.deepcopy(base.data), dict(base.lines)
+    names = [name.strip() for name in key.split(".")]
     section: Any = data
-    for depth, part in enumerate(parts[:-1]):
-        if section.get(part) is None:
-            section[part] = {}
-        section = section[part]
+    for depth, name in enumerate(names[:-1]):
+        if section.get(name) is None:
+            section[name] = {}
+        section = section[name]
         if not isinstance(section, dict):
             raise ConfigError(
-                f"{option} {key}={format_value(value)}: {'.'.join(parts[: depth + 1])} is a value, not a section"
+                f"{option} {key}={format_value(value)}: {'.'.join(names[: depth + 1])} is a value, not a section"
             )
-    section[parts[-1]] = value
-    for depth in range(len(parts)):
-        lines[".".join(parts[: depth + 1])] = option
+    section[names[-1]] = value
+    for depth in range(len(names)):
+        lines[".".join(names[: depth + 1])] = option
     return SettingsFile(base.name, data, lines)
 
 
@@ -240,10 +229,6 @@ def _index(node: yaml.Node, prefix: str, name: str, lines: dict[str, int | str])
         seen[key.value] = line
         lines[prefix + key.value] = line
         _index(value, f"{prefix}{key.value}.", name, lines)
-
-
-def _copy(value: Any) -> Any:
-    return {key: _copy(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def _kind(value: Any) -> str:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mindspeed_cp import AttentionConfig, Documents, Topology, verify_plan
 from mindspeed_cp.algorithms.kv_fetch.programs import staged
 from mindspeed_cp.layout import contiguous, zigzag
-from mindspeed_cp.layout.sharding import weighted
+from mindspeed_cp.layout.layout import weighted
 from mindspeed_cp.plan import Plan
 
 SMALL = AttentionConfig(heads=2, head_dim=8)

@@ -1,4 +1,4 @@
-"""Settings with another algorithm: those of train.compare, and the process groups that an algorithm leaves."""
+"""Settings with the other algorithms of train.compare."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-from mindspeed_cp.choose.candidates import Candidate
-from mindspeed_cp.config.candidates import replace_algorithm
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
 
@@ -15,14 +13,6 @@ from mindspeed_cp.errors import ConfigError
 def suite(compare: Any = None, **changes: Any) -> Settings:
     section: dict[str, Any] = {"context_parallel_size": 2, **changes}
     return Settings(data={"seq_length": 517}, train={"compare": compare or []}, context_parallel_suite=section)  # type: ignore[arg-type]
-
-
-def test_directional_groups_are_for_rings_alone() -> None:
-    for settings in (suite(), replace_algorithm(suite(algorithm="auto"), Candidate("ring"))):
-        assert settings.context_parallel_suite.p2p_groups == "auto"
-        assert settings.context_parallel_suite.uses_directional_groups
-        other = replace_algorithm(settings, Candidate("ulysses"))
-        assert not other.context_parallel_suite.uses_directional_groups
 
 
 @pytest.mark.parametrize(

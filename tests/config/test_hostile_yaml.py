@@ -60,11 +60,10 @@ def test_a_file_is_read_to_its_limit_alone(tmp_path: Path) -> None:
             load_settings(name)
 
 
-def test_half_characters_are_refused_on_the_command_line_and_in_python() -> None:
-    with pytest.raises(ConfigError, match="the key is no Unicode text"):
-        apply_overrides(parse_settings("", "f"), ["\udcff=1"])
-    with pytest.raises(ConfigError, match="is no Unicode text"):
-        Settings(**{"\ud800": 1})
+@pytest.mark.parametrize("values", [{"\ud800": 1}, {"data": {"corpus": "\ud800"}}, {"train": {"compare": ["\ud800"]}}])
+def test_half_characters_are_refused(values: Any) -> None:
+    with pytest.raises(ConfigError, match=r"\ud800|is no Unicode text"):
+        Settings(**values)
 
 
 def test_of_a_value_only_what_is_shown_is_written() -> None:

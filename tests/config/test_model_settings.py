@@ -79,7 +79,7 @@ def test_contradicting_model_settings_are_one_line(model: dict[str, Any], expect
                 "model": {**EXPERTS, "moe_shared_expert_intermediate_size": 7},
                 "train": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
             },
-            "model.moe_shared_expert_intermediate_size = 7: must be a multiple of",
+            "train.tensor_model_parallel_size = 2: must divide model.moe_shared_expert_intermediate_size = 7",
         ),
         (
             {"model": {**LATENT, "q_lora_rank": 7}, "train": {"tensor_model_parallel_size": 2}},

@@ -29,10 +29,8 @@ from mindspeed_cp import (
 from mindspeed_cp.engine import agreement
 from mindspeed_cp.engine.agreement import CallAgreement
 from mindspeed_cp.layout import contiguous
-from mindspeed_cp.plan import combine
 from tests.engine.cases import Case, local
 from tests.limits import HANG
-from tests.plan.head_split import head_split_part
 from tests.plan.parts import mixed_plan
 from tests.workers import GlooPool
 
@@ -162,10 +160,8 @@ def other_parts(rank: int, group: Any, kind: str) -> str:
     if rank == 2 and kind == "order":
         plan = replace(plan, forward_order=((1, 0), *(turn for turn in plan.forward_order if turn != (1, 0))))
     elif rank == 2 and kind == "groups":
-        documents, first = plan.documents, plan.parts[1]
-        other = head_split_part(first.documents, plan.topology, attention, [[1]] * 4, first.layout)
-        plan = combine("mixed", (plan.parts[0], other, plan.parts[2]))
-        assert plan.documents == documents
+        first, split, last = plan.parts
+        plan = replace(plan, parts=(first, replace(split, q_layout_compute=split.layout), last))
     elif rank == 2:
         plan = replace(plan, linear_layout=contiguous(plan.documents, 3))
     with pytest.raises(ConfigError) as caught:

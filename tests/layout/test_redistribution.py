@@ -91,13 +91,11 @@ def test_what_is_sent_is_what_others_hold(lengths, ranks):
     for adjoint, end in ((False, "src"), (True, "dst")):
         for rank in range(ranks):
             given_parts, got = move.sends_and_receives(rank, adjoint)
-            assert (given_parts["rows"] * given_parts["heads"]).sum() == move.send_volume(adjoint)[rank]
             assert (given_parts[end] == rank).all() and (got["src" if end == "dst" else "dst"] == rank).all()
             peers = given_parts["dst" if end == "src" else "src"]
             assert (peers ^ rank == np.sort(peers ^ rank)).all() and rank not in peers
             kept = move.local_pair(rank)
             assert kept is None or kept["src"] == kept["dst"] == rank
-    assert move.send_volume().sum() == move.send_volume(adjoint=True).sum()
 
 
 def test_equal_layouts_need_no_move():

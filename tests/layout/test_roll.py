@@ -80,7 +80,7 @@ def test_few_rows_leave_their_rank():
     documents = Documents([64, 64])
     for ranks in (2, 4):
         for shift in (1, 2):
-            sent = Roll(zigzag(documents, ranks), shift).redistribution.send_volume()
+            sent = Roll(zigzag(documents, ranks), shift).redistribution.remote_pairs["rows"]
             assert sent.sum() == 2 * (2 * ranks - 2) * shift
 
 

@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from mindspeed_cp import AttentionConfig, Documents, Plan, Topology, build_plan
-from mindspeed_cp.layout import Layout, contiguous, zigzag
+from mindspeed_cp.algorithms.head_groups import head_groups_plan
+from mindspeed_cp.algorithms.kv_fetch.programs import staged
+from mindspeed_cp.layout import Layout, contiguous
 from mindspeed_cp.plan import combine, document_mask, select_documents, select_layout
-from tests.plan.head_split import head_split_part
-
-
-def halves(ranks: int) -> tuple[list[int], list[int]]:
-    """The ranks in two groups; of an odd number the second is larger, one rank is both."""
-    return list(range(max(ranks // 2, 1))), list(range(ranks // 2, ranks))
 
 
 def split_heads(
-    documents: Documents,
-    keys: Documents,
-    attention: AttentionConfig,
-    ranks: int,
-    chosen: Sequence[int],
-    group: Sequence[int],
+    documents: Documents, keys: Documents, attention: AttentionConfig, ranks: int, chosen: np.ndarray, groups: int
 ) -> Plan:
-    """The chosen documents, each cut over the ranks of a group, with heads split over these ranks."""
-    mask = np.isin(np.arange(len(documents)), chosen)
-    groups = [group] * len(documents)
-    part_documents, mine_kv = select_documents(documents, mask), select_documents(keys, mask)
-    held = contiguous(part_documents, ranks, groups)
-    held_kv = held if keys is documents else zigzag(mine_kv, ranks, groups)
-    return head_split_part(part_documents, Topology(1, ranks), attention, groups, held, held_kv)
+    """The chosen documents, each on one of some groups of neighbouring ranks, which split its heads."""
+    doc_groups = [[doc % groups] for doc in range(len(documents))]
+    held = contiguous(select_documents(documents, chosen), groups, doc_groups)
+    held_kv = held if keys is documents else contiguous(select_documents(keys, chosen), groups, doc_groups)
+    programs = staged(held, held_kv, attention, Topology(groups, 1), routing=False)
+    return head_groups_plan("head_split", held, held_kv, Topology(1, ranks), attention, programs)
 
 
 def mixed_plan(
@@ -42,23 +31,22 @@ def mixed_plan(
     algorithm: str = "direct",
     keys: Documents | None = None,
 ) -> Plan:
-    """Documents 0, 3, 6 .. by an algorithm over all ranks; 1, 4 .. with heads split over the first half of the ranks;
-    2, 5 .. with heads split over the second."""
+    """Documents 0, 3, 6 .. by an algorithm over all ranks; 1, 4 .. with heads split over all ranks; 2, 5 .. with heads
+    split over one half of the ranks or the other, or over all of an odd number."""
     keys = documents if keys is None else keys
     number = np.arange(len(documents))
-    first, second = halves(ranks)
-    part_documents, mine_kv = select_documents(documents, number % 3 == 0), select_documents(keys, number % 3 == 0)
+    exchanged, exchanged_keys = (select_documents(x, number % 3 == 0) for x in (documents, keys))
     parts = [
         build_plan(
-            part_documents,
+            exchanged,
             Topology(1, ranks),
             attention,
             algorithm,
-            None if keys is documents else mine_kv,
+            None if keys is documents else exchanged_keys,
             latents="auto" if attention.latent is None else "on",
         ),
-        split_heads(documents, keys, attention, ranks, number[number % 3 == 1].tolist(), first),
-        split_heads(documents, keys, attention, ranks, number[number % 3 == 2].tolist(), second),
+        split_heads(documents, keys, attention, ranks, number % 3 == 1, 1),
+        split_heads(documents, keys, attention, ranks, number % 3 == 2, 2 - ranks % 2),
     ]
     return combine("mixed", parts)
 

@@ -35,8 +35,8 @@ def problems(draw: st.DrawFn, longest: int = 70) -> Problem:
     """Up to 8 documents on up to 9 ranks; any mask, window, head counts, latents; keys of other lengths under full masks."""
     lengths = tuple(draw(st.lists(st.integers(0, longest), max_size=8)))
     mask = draw(st.sampled_from(["causal", "full"]))
-    reach = st.integers(-1, 30)
-    window = draw(st.none() | st.tuples(reach, st.just(0) if mask == "causal" else reach))
+    side = st.integers(-1, 30)
+    window = draw(st.none() | st.tuples(side, st.just(0) if mask == "causal" else side))
     kv_heads, shared = draw(st.integers(1, 3)), draw(st.integers(1, 4))
     kv_lengths = None
     if mask == "full" and draw(st.booleans()):

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, PlanError, Topology, build_plan, verify_plan
-from mindspeed_cp.algorithms import algorithm_name
+from mindspeed_cp.algorithms import ALGORITHMS, algorithm_name
 from mindspeed_cp.algorithms.derived_backward import derive_backward
 from mindspeed_cp.layout import TOKEN_SPAN
-from mindspeed_cp.plan import CAUSAL, FULL, peak_bytes
+from mindspeed_cp.plan import CAUSAL, FULL, alibi_slopes, peak_bytes
 from mindspeed_cp.plan.tiles import count_pairs, tiles_between
 from tests.plan.forests import forest_plan
 
@@ -179,3 +179,25 @@ def test_half_of_the_own_block_waits_for_the_last_gradients():
                 late = pairs[is_own & (tiles["step"] == backward.steps - 1)].sum()
                 assert set(tiles["step"][is_own]) == {0, backward.steps - 1}
                 assert 0.3 * pairs[is_own].sum() < late < 0.7 * pairs[is_own].sum()
+
+
+@pytest.mark.parametrize(
+    ("heads", "exponents"),
+    [(1, [8]), (2, [4, 8]), (8, [1, 2, 3, 4, 5, 6, 7, 8]), (6, [2, 4, 6, 8, 1, 3]), (12, [1, 2, 3, 4, 5, 6, 7, 8, 0.5, 1.5, 2.5, 3.5])],
+)  # fmt: skip
+def test_slopes_of_alibi_are_those_of_the_paper(heads, exponents):
+    """And where heads are no power of two, those of the authors' code."""
+    assert alibi_slopes(heads).tolist() == pytest.approx([2.0**-exponent for exponent in exponents], rel=1e-15)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_integers_of_numpy_plan_what_those_of_python_do(algorithm):
+    documents, four, eight = Documents([100, 2000, 30]), np.int64(4), np.int32(8)
+    for attention, same in (
+        (AttentionConfig(eight, four, four, alibi=True), AttentionConfig(8, 4, 4, alibi=True)),
+        (AttentionConfig(eight, head_dim=eight, latent=(eight, four)), AttentionConfig(8, head_dim=8, latent=(8, 4))),
+    ):
+        plan = build_plan(documents, Topology(np.int64(2), four), attention, algorithm)
+        verify_plan(plan)
+        expected = build_plan(documents, Topology(2, 4), same, algorithm)
+        assert repr((plan.attention, plan.topology)) == repr((expected.attention, expected.topology))

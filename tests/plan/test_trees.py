@@ -13,14 +13,15 @@ from hypothesis import strategies as st
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, PlanError, Topology, build_plan, verify_plan
 from mindspeed_cp.algorithms import ALGORITHMS
-from mindspeed_cp.layout import Layout, zigzag
-from mindspeed_cp.plan import CAUSAL, FULL, Plan
+from mindspeed_cp.layout import zigzag
+from mindspeed_cp.plan import CAUSAL, FULL
 from mindspeed_cp.plan.parts import combine, select_documents, select_layout
 from mindspeed_cp.plan.problem import document_pairs
 from mindspeed_cp.plan.tiles import count_pairs
 from mindspeed_cp.simulate.tile_work import TileCounter
 from tests.engine.cases import VARIANTS, Case
 from tests.engine.draw import blocks, parents
+from tests.plan.test_broken_plans import documents_everywhere
 
 AGENT = Documents([6, 8, 5, 1, 9, 4, 7, 2, 10], [-1, 0, 1, 2, 2, 1, 5, 0, -1])
 
@@ -91,16 +92,10 @@ def test_random_blocks_are_proved(
 
 def test_a_plan_without_the_blocks_is_refused() -> None:
     lengths = [40, 25]
-    documents, topology = Documents(lengths, None, [(10, 30), (50, 65)]), Topology(1, 3)
-    plan = build_plan(Documents(lengths), topology, AttentionConfig(4), "ring", layout="contiguous")
-    layout = replace(plan.layout, documents=documents)
-    programs = {
-        name: replace(getattr(plan, name), q_layout_compute=layout, kv_documents=documents)
-        for name in ("forward", "backward")
-    }
-    layouts = dict.fromkeys(("layout", "kv_layout_in", "q_layout_compute", "kv_layout_compute"), layout)
+    documents = Documents(lengths, None, [(10, 30), (50, 65)])
+    plan = build_plan(Documents(lengths), Topology(1, 3), AttentionConfig(4), "ring", layout="contiguous")
     with pytest.raises(PlanError, match=r"query 10 of document 0 .* does not see key \d+ of its document"):
-        verify_plan(replace(plan, **layouts, **programs))
+        verify_plan(documents_everywhere(plan, documents, documents))
 
 
 @pytest.mark.parametrize("window", [None, (7, 0)])
@@ -141,26 +136,11 @@ def test_answers_side_by_side_share_the_tiles_of_their_prompt() -> None:
 def test_a_plan_for_separate_documents_is_refused(algorithm: str) -> None:
     attention, topology = AttentionConfig(4), Topology(1, 3)
     plan = build_plan(Documents(AGENT.lengths), topology, attention, algorithm)
-
-    def with_parents(layout: Layout) -> Layout:
-        return replace(layout, documents=AGENT)
-
-    def of_trees(part: Plan) -> Plan:
-        layouts = {
-            name: with_parents(getattr(part, name))
-            for name in ("layout", "kv_layout_in", "q_layout_compute", "kv_layout_compute")
-        }
-        programs = {
-            name: replace(getattr(part, name), q_layout_compute=layouts["q_layout_compute"], kv_documents=AGENT)
-            for name in ("forward", "backward")
-        }
-        return replace(part, **layouts, **programs)
-
     if plan.parts:
         pytest.skip(f"{algorithm} makes parts here")
     if algorithm != "ulysses":  # where heads are split, every rank has all keys of its heads, whatever the tree
         with pytest.raises(PlanError, match=r"does not see key|wrong|other tokens"):
-            verify_plan(of_trees(plan))
+            verify_plan(documents_everywhere(plan, AGENT, AGENT))
     verify_plan(build_plan(AGENT, topology, attention, algorithm))
 
 

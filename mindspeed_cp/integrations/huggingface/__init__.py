@@ -30,7 +30,6 @@ from mindspeed_cp.integrations.huggingface.trees import (
     RankTargets,
     planned_trajectories,
     sum_weights,
-    target_log_probs,
     trajectory_log_probs,
     tree_loss,
 )
@@ -55,7 +54,6 @@ __all__ = [
     "planned_trajectories",
     "register",
     "sum_weights",
-    "target_log_probs",
     "trajectory_log_probs",
     "tree_loss",
 ]

@@ -19,13 +19,7 @@ from torch import Tensor, nn
 
 from mindspeed_cp.engine import AttentionCheck, context_parallel_attention
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.integrations.huggingface.families import (
-    FAMILIES,
-    IMPLEMENTATION,
-    attention_config,
-    latent_layer,
-    window_of_side,
-)
+from mindspeed_cp.integrations.huggingface.families import IMPLEMENTATION, latent_layer, window_of_side
 from mindspeed_cp.integrations.huggingface.heads import check_calls
 from mindspeed_cp.integrations.huggingface.masks import ModelMask, check_mask, planned_mask
 from mindspeed_cp.integrations.huggingface.plans import RankPlans
@@ -64,16 +58,11 @@ def register(check_attention: int | None = None) -> str:
         BATCH_CHECKS.every = check_attention
     AttentionInterface.register(IMPLEMENTATION, planned_attention)
     AttentionMaskInterface.register(IMPLEMENTATION, planned_mask)
-    keep_latents()
-    check_calls(PreTrainedModel)
-    return IMPLEMENTATION
-
-
-def keep_latents() -> None:
-    """Let attention layers keep their latents where the plan of a call lets these travel; done once."""
     layer = latent_layer("deepseek_v3")
     if layer is not None and not getattr(layer.forward, "keeps_latents", False):
         layer.forward = _keeping(layer.forward)
+    check_calls(PreTrainedModel)
+    return IMPLEMENTATION
 
 
 def _keeping(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -214,7 +203,6 @@ def planned_attention(
             "plans were built"
         )
     _check_settings(label, module, wanted, dropout, scaling, sliding_window, is_causal)
-    _check_configuration(label, module, layer, wanted)
     if not isinstance(attention_mask, ModelMask):
         text = "None" if attention_mask is None else f"a {type(attention_mask).__name__}"
         raise ConfigError(
@@ -279,21 +267,6 @@ def _check_settings(
                 f"{label}: {name} is {value!r}, but the plan has {planned}; valid: plans built for this model's "
                 "configuration as it is now, build_plans(model.config, ...)"
             )
-
-
-def _check_configuration(label: str, module: Any, layer: int, wanted: AttentionConfig) -> None:
-    """Raise ConfigError if the layer's configuration has another window or mask than the plan: many layers have copied
-    their window when the model was built, and do not pass on what is changed afterwards."""
-    config = getattr(module, "config", None)
-    if getattr(config, "model_type", None) not in FAMILIES:
-        return
-    configured = attention_config(config, layer)
-    if (configured.window, configured.mask) != (wanted.window, wanted.mask):
-        raise ConfigError(
-            f"{label}: the configuration says window {configured.window}, mask {configured.mask!r}, but the plan has "
-            f"window {wanted.window}, mask {wanted.mask!r}; valid: a configuration that stays as it was when the model "
-            "was built, or another model and other plans from the changed one"
-        )
 
 
 def _check_shapes(

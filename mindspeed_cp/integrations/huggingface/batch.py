@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -102,7 +103,15 @@ def planned_batch(
             "Documents.from_trajectories"
         )
     else:
-        _check_documents(batch, documents)
+        said, (_, kept, positions) = documents_of_batch(batch), _read(batch)
+        is_said = len(kept) > 1 or (positions is not None and positions.dim() == 2)
+        is_said |= any(batch.get(name) is not None for name in ("attention_mask", *CU_SEQLENS))
+        lengths, other = (x.lengths[x.lengths > 0] for x in (said, documents))
+        if said.tokens != documents.tokens or (is_said and not np.array_equal(lengths, other)):
+            raise ConfigError(
+                f"the batch has {said!r}, but documents are {documents!r}; valid: those of the batch, or none, which "
+                "reads them there"
+            )
     rank_plans = rank_plans_on_mesh(config, documents, mesh, algorithm, **arguments)
     rows = cut_batch(batch, rank_plans)
     return rows, rows.pop("shift_labels" if rank_plans.plans.mask == "causal" else "labels", None)
@@ -149,55 +158,20 @@ def cut_batch(batch: Mapping[str, Any], rank_plans: RankPlans) -> dict[str, Any]
     return {**cut, "use_cache": False, "plan": rank_plans}
 
 
-def _check_documents(batch: Mapping[str, Any], documents: Documents) -> None:
-    """Raise ConfigError if the batch says other documents, or has another number of tokens."""
-    said, (_, kept, positions) = documents_of_batch(batch), _read(batch)
-    is_said = len(kept) > 1 or (positions is not None and positions.dim() == 2)
-    is_said |= any(batch.get(name) is not None for name in ("attention_mask", *CU_SEQLENS))
-    lengths, other = (x.lengths[x.lengths > 0] for x in (said, documents))
-    if said.tokens != documents.tokens or (is_said and not np.array_equal(lengths, other)):
-        raise ConfigError(
-            f"the batch has {said!r}, but documents are {documents!r}; valid: those of the batch, or none, which reads "
-            "them there"
-        )
-
-
 def _digest(batch: Mapping[str, Any], kept: np.ndarray) -> int:
-    """Return a digest of the integers over tokens of a batch without padding, computed where they are: all 64-bit sums
-    wrap around."""
-    digest, shape = 0, kept.shape
-    tokens = torch.from_numpy(np.flatnonzero(kept))
+    """Return a digest of the integers over tokens of a batch, without padding."""
+    digest, tokens = 0, torch.from_numpy(np.flatnonzero(kept))
     for name, value in sorted(batch.items()):
-        is_integer = isinstance(value, Tensor) and not value.is_floating_point() and tuple(value.shape[:2]) == shape
-        if is_integer and name not in DESCRIPTIONS:
-            digest = extended_digest(digest, value.flatten(0, 1)[tokens.to(value.device)])
+        is_integer = isinstance(value, Tensor) and not value.is_floating_point()
+        if is_integer and tuple(value.shape[:2]) == kept.shape and name not in DESCRIPTIONS:
+            integers = value.flatten(0, 1)[tokens.to(value.device)].to(torch.int64)
+            digest = zlib.crc32(integers.cpu().numpy().tobytes(), digest)
     return digest
 
 
-def extended_digest(digest: int, integers: Tensor) -> int:
-    """Return the digest of what has one, and of integers behind it."""
-    flat = integers.flatten().to(torch.int64)
-    places = torch.arange(1, len(flat) + 1, device=flat.device)
-    mixed = (flat + places) * 0x9E3779B97F4A7C1  # so that no exchange of tokens leaves the sum as it is
-    return (digest * 31 + int(((mixed ^ (mixed >> 29)) * (2 * places + 1)).sum())) % 2**63
-
-
-class _Reading(NamedTuple):
-    """What a batch says of its tokens.
-
-    Attributes:
-        shape: (rows, tokens).
-        kept: which tokens are no padding, bool [rows, tokens].
-        positions: position_ids as [rows, tokens] or [3, rows, tokens]; None: there are none.
-    """
-
-    shape: tuple[int, int]
-    kept: np.ndarray
-    positions: Tensor | None
-
-
-def _read(batch: Mapping[str, Any]) -> _Reading:
-    """Read what a batch says of its tokens. Raises ConfigError if it cannot be read."""
+def _read(batch: Mapping[str, Any]) -> tuple[tuple[int, int], np.ndarray, Tensor | None]:
+    """Return what a batch says of its tokens: (rows, tokens); which are no padding, bool [rows, tokens]; position_ids
+    as [rows, tokens] or [3, rows, tokens], or None. Raises ConfigError if it cannot be read."""
     for name in ("input_ids", "inputs_embeds", "labels", "loss_mask", "attention_mask", "position_ids", *CU_SEQLENS):
         value = batch.get(name)
         is_array = isinstance(value, np.ndarray) and name in CU_SEQLENS
@@ -222,7 +196,7 @@ def _read(batch: Mapping[str, Any]) -> _Reading:
             f"position_ids has shape {list(positions.shape)}; valid: [{rows}, {tokens}], or for vision-language models "
             f"[3, {rows}, {tokens}]"
         )
-    return _Reading((rows, tokens), _kept(batch.get("attention_mask"), (rows, tokens)), positions)
+    return (rows, tokens), _kept(batch.get("attention_mask"), (rows, tokens)), positions
 
 
 def _kept(mask: Tensor | None, shape: tuple[int, int]) -> np.ndarray:

@@ -117,7 +117,9 @@ FAMILIES: dict[str, Family] = {
         ),
     ),
     "modernbert": Family(
-        mask="full", window=lambda config, layer: _plus_one(_layer_window(config, layer)), dropout="attention_dropout"
+        mask="full",
+        # its setting does not count the query itself
+        window=lambda config, layer: None if (side := _layer_window(config, layer)) is None else side + 1,
     ),
 }
 
@@ -159,20 +161,26 @@ def attention_config(
         raise ConfigError(f"layer is {layer}; valid: 0 to {layers - 1}, the layers of the model")
     if not 0 <= tensor_parallel_rank < tensor_parallel_size:
         raise ConfigError(f"tensor_parallel_rank is {tensor_parallel_rank}; valid: 0 to {tensor_parallel_size - 1}")
-    heads, kv_heads = _heads(config, tensor_parallel_size)
+    heads = config.num_attention_heads
+    kv_heads = heads if config.model_type == "deepseek_v3" else getattr(config, "num_key_value_heads", None) or heads
+    for name, count in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
+        if count % tensor_parallel_size:
+            raise ConfigError(
+                f"{name} is {count}; valid: a multiple of tensor_parallel_size, which is {tensor_parallel_size}"
+            )
     own_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     width, width_v = (own_width, own_width) if family.widths is None else family.widths(config)
     side, rate = family.window(config, layer), float(getattr(config, family.dropout) or 0.0)
     return AttentionConfig(
-        heads=heads,
-        kv_heads=kv_heads,
+        heads=heads // tensor_parallel_size,
+        kv_heads=kv_heads // tensor_parallel_size,
         head_dim=width,
         head_dim_v=width_v,
         mask=family.mask,
         window=None if side is None else window_of_side(side, family.mask),
         dropout=rate,
         scale=family.scale(config, layer, width),
-        first_head=tensor_parallel_rank * heads if rate else 0,
+        first_head=tensor_parallel_rank * heads // tensor_parallel_size if rate else 0,
         latent=family.latent(config) if has_latents and family.latent is not None else None,
     )
 
@@ -213,23 +221,6 @@ def has_dropout(config: Any) -> bool:
 def window_of_side(side: int, mask: str) -> tuple[int, int]:
     """Return the window in which a query sees `side` tokens on a side, itself included, as models count them."""
     return (side - 1, 0) if mask == "causal" else (side - 1, side - 1)
-
-
-def _plus_one(side: int | None) -> int | None:
-    """Return ModernBERT's window with the query itself, which its setting does not count."""
-    return None if side is None else side + 1
-
-
-def _heads(config: Any, tensor_parallel_size: int) -> tuple[int, int]:
-    """Return the query and kv heads of one tensor-parallel rank."""
-    heads = config.num_attention_heads
-    kv_heads = heads if config.model_type == "deepseek_v3" else getattr(config, "num_key_value_heads", None) or heads
-    for name, count in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
-        if count % tensor_parallel_size:
-            raise ConfigError(
-                f"{name} is {count}; valid: a multiple of tensor_parallel_size, which is {tensor_parallel_size}"
-            )
-    return heads // tensor_parallel_size, kv_heads // tensor_parallel_size
 
 
 @cache

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.integrations.huggingface.families import family_of
 from mindspeed_cp.integrations.huggingface.plans import RankPlans
 
 #: Ends of the names of transformers' classes whose heads read each row alone, behind "For".
@@ -27,8 +28,10 @@ _VALID = (
 )
 
 
-def check_head(model: nn.Module) -> None:
-    """Raise ConfigError if a model of transformers, or one in it, has a head that reads other rows than its own."""
+def check_model(model: Any) -> None:
+    """Raise ConfigError if plans do not serve the family of a model of transformers, or the model, or one in it, has a
+    head that reads other rows than its own."""
+    family_of(model.config)
     for module in model.modules():
         _check_class(type(module))
 
@@ -78,18 +81,12 @@ def _check_call(model: Any, plan: RankPlans, arguments: Mapping[str, Any]) -> No
             f"logits_to_keep is {kept}, the last of the rows of rank {plan.rank}, which end no document; valid: 0, or "
             "a tensor of rows of this rank"
         )
-    if not type(model).__name__.endswith("ForTokenClassification"):
-        return
-    if plan.shifts_labels:
+    kind = type(model).__name__
+    if kind.endswith("ForTokenClassification") and (plan.shifts_labels or arguments.get("labels") is not None):
         raise ConfigError(
-            f"the batch of a {type(model).__name__} had labels, which were shifted by one token, as a model with a "
-            "causal mask predicts the next one; valid: classes of tokens under another name in the batch, such as "
-            '"classes", and loss(model(**rows).logits, classes, count_labels(classes))'
-        )
-    if arguments.get("labels") is not None:
-        raise ConfigError(
-            f"labels were given to a {type(model).__name__}, whose loss is the mean over the rows of rank {plan.rank}; "
-            "valid: loss(model(**rows).logits, labels, count_labels(labels)), the mean over those of all ranks"
+            f"labels were given to a {kind}, whose own loss is the mean over the rows of rank {plan.rank}, or were in "
+            "the batch, where those of a causal model are shifted by one token; valid: classes of tokens under another "
+            'name in the batch, such as "classes", and loss(model(**rows).logits, classes, count_labels(classes))'
         )
 
 

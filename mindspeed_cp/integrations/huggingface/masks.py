@@ -24,8 +24,7 @@ from torch.utils._pytree import tree_map
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.integrations.huggingface.plans import RankPlans
-from mindspeed_cp.layout import Documents
-from mindspeed_cp.plan import AttentionConfig, Plan
+from mindspeed_cp.plan import Plan
 
 #: Longest document whose pairs are all compared; of longer ones this many queries, each with several keys.
 _ALL_PAIRS, _QUERIES, _ENDS = 64, 4096, 32
@@ -97,12 +96,22 @@ def check_mask(label: str, mask: ModelMask, plan: RankPlans, layer_plan: Plan) -
             f"{label}: the model's mask cannot be evaluated ({error}), so that it cannot be compared with the plan; "
             f"valid: functions that transformers can evaluate for pairs of query and key; {_BLOCKS}"
         )
-    planned = _planned(queries, keys, attention)
-    if len(lone) == 1 and (visible != planned).any():
-        planned |= _in_one_block(documents, int(lone[0]), queries, keys)
+    (left, right), ahead = attention.visible_range, keys - queries
+    planned = (ahead >= -left) & (ahead <= right)
+    if len(lone) == 1 and documents.blocks is not None and (visible != planned).any():  # the model has blocks, too
+        block, other = (documents.blocks.of(documents.offsets[lone[0]] + x) for x in (queries, keys))
+        planned |= (block == other) & (block >= 0)
     differing = np.flatnonzero(visible != planned)
     if len(differing):
-        raise _difference(label, int(queries[differing[0]]), int(keys[differing[0]]), visible[differing[0]], attention)
+        query, key, is_seen = (x[differing[0]] for x in (queries, keys, visible))
+        says = f"{'lets' if is_seen else 'hides from'} the query at position {query} {'see ' if is_seen else ''}the key"
+        valid = f"a model whose mask has no more than the plan; {_BLOCKS}" if key > query else (
+            "a model whose mask is that of its configuration, and plans built from this, build_plans(model.config, ...)"
+        )  # fmt: skip
+        raise ConfigError(
+            f"{label}: the model's mask {says} at position {key} of a document, unlike the plan, whose mask is "
+            f"{attention.mask!r} with window {attention.window}; valid: {valid}"
+        )
     mask.accepted.add((plan, id(layer_plan)))
 
 
@@ -124,37 +133,6 @@ def compared_pairs(length: int, window: tuple[int, int] | None) -> tuple[np.ndar
     )
     inside = (keys_of_queries >= 0) & (keys_of_queries < length)
     return queries[inside], keys_of_queries[inside]
-
-
-def _planned(queries: np.ndarray, keys: np.ndarray, attention: AttentionConfig) -> np.ndarray:
-    """Return which pairs of positions of a document the mask and window of a plan let see, bool [pairs]."""
-    ahead = keys - queries
-    visible = ahead <= 0 if attention.mask == "causal" else np.ones(len(ahead), bool)
-    if attention.window is None:
-        return visible
-    left, right = attention.window
-    return visible & (ahead >= -left) & (ahead <= right)
-
-
-def _in_one_block(documents: Documents, number: int, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """Return which pairs of positions of a document are in one block, bool [pairs]."""
-    if documents.blocks is None:
-        return np.zeros(len(queries), bool)
-    block, other = (documents.blocks.of(documents.offsets[number] + x) for x in (queries, keys))
-    return (block == other) & (block >= 0)
-
-
-def _difference(label: str, query: int, key: int, is_visible: bool, attention: AttentionConfig) -> ConfigError:
-    says = "lets the query at position {} see the key at position {}" if is_visible else (
-        "hides from the query at position {} the key at position {}"
-    )  # fmt: skip
-    valid = f"a model whose mask has no more than the plan; {_BLOCKS}" if key > query else (
-        "a model whose mask is that of its configuration, and plans built from this, build_plans(model.config, ...)"
-    )  # fmt: skip
-    return ConfigError(
-        f"{label}: the model's mask {says.format(query, key)} of a document, unlike the plan, whose mask is "
-        f"{attention.mask!r} with window {attention.window}; valid: {valid}"
-    )
 
 
 def _without_packing(function: Callable[..., Any]) -> Callable[..., Any]:

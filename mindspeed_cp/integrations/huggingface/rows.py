@@ -80,26 +80,14 @@ def gather_rows(x: Tensor, plans: RankPlans, dim: int = 1, gradient_factor: floa
         rows = row_of_token[chosen[numbers]]
     own = x.movedim(dim, 0)[torch.from_numpy(rows).to(x.device)]
     places = torch.from_numpy(numbers).to(x.device)
-    return gather_numbered(own, places, count, plans, gradient_factor).movedim(0, dim)
+    return GatherNumbered.apply(own, places, count, plans, gradient_factor).movedim(0, dim)
 
 
-def gather_numbered(x: Tensor, numbers: Tensor, count: int, plans: RankPlans, gradient_factor: float) -> Tensor:
-    """Return values of which each is on one rank, in the order of their numbers.
+class GatherNumbered(torch.autograd.Function):
+    """Values of which each is on one rank, in the order of their numbers: `apply(x, numbers, count, plans, factor)`.
 
-    Args:
-        x: [n, ...] of this rank.
-        numbers: number of each among those of all ranks, int64 [n].
-        count: values of all ranks.
-        plans, gradient_factor: as for :func:`gather_rows`.
-
-    Returns:
-        [count, ...], the same on all ranks.
+    `numbers` are those of this rank's values x [n, ...] among the `count` of all ranks; the result is [count, ...].
     """
-    return _GatherNumbered.apply(x, numbers, count, plans, gradient_factor)
-
-
-class _GatherNumbered(torch.autograd.Function):
-    """The sum over ranks of values at their places, of which each is on one rank."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, numbers: Tensor, count: int, plans: RankPlans, factor: float) -> Tensor:

@@ -29,8 +29,6 @@ from mindspeed_cp.integrations.huggingface.families import has_dropout
 
 #: Settings of TrainingArguments, or of what they hold, with their only valid value and why.
 _SETTINGS: tuple[tuple[str, Any, str], ...] = (
-    ("per_device_train_batch_size", 1, "a row of the data set is one packed row"),
-    ("per_device_eval_batch_size", 1, "a row of the data set is one packed row"),  # where the Trainer evaluates
     ("train_sampling_strategy", "sequential", "the ranks of a group take the same row; shuffle the rows yourself"),
     ("dataloader_num_workers", 0, "a plan is bound to the process groups of this process"),
     ("remove_unused_columns", False, "rows are lists of documents"),
@@ -142,10 +140,9 @@ def planned_callback(collator: PlannedCollator) -> Any:
                     "first step), or another Trainer and model for the evaluation"
                 )
             self.is_training = True
-            evaluates = getattr(args, "eval_strategy", "no") != "no" or getattr(args, "eval_on_start", False)
             for name, valid, why in _SETTINGS:
                 value = reduce(lambda holder, part: getattr(holder, part, valid), name.split("."), args)
-                if value != valid and (value or valid is not None) and (evaluates or "eval" not in name):
+                if value != valid and (value or valid is not None):
                     raise ConfigError(f"{name} is {value!r}; valid with planned batches: {valid!r} ({why})")
             model = others.get("model")
             if getattr(getattr(model, "config", None), "output_router_logits", False):

@@ -1,20 +1,20 @@
 """Batches of trajectories packed as trees: the rows of one rank, and what they predict.
 
 A row of a tree may predict several tokens, and a token of a tree stands for one of several trajectories. So a rank gets
-no labels but targets, each a pair of a tree token and a token that follows it, and the tokens of trajectories for which
-its targets stand::
+no labels but targets, each a pair of a tree token and a token that follows it::
 
-    trajectories   0: 5 6 7        targets   0: 5 > 6    tokens of trajectories   0: 6 7   targets  0 1
-                   1: 5 6 8                  1: 6 > 7                             1: 6 8            0 2
+    trajectories   0: 5 6 7        targets   0: 5 > 6    of trajectories   0: targets 0 1
+                   1: 5 6 8                  1: 6 > 7                      1: targets 0 2
                                              2: 6 > 8
 
 A loss that depends on targets alone, with a weight for each token of each trajectory, is a weighted sum over targets
-(:func:`tree_loss`). One that differs between trajectories, such as a clipped ratio with the advantage of each, is a sum
-over their tokens: ``target_log_probs(...)[targets.target_of_token]`` beside ``targets.values(advantages)``.
+(:func:`tree_loss`). One that differs between trajectories, such as a clipped ratio with the advantage of each, is made
+of their log-probabilities (:func:`trajectory_log_probs`), which all ranks of the group get.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,29 +27,23 @@ from torch.nn import functional as F
 
 from mindspeed_cp.comm import group_size
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.integrations.huggingface.batch import cut_batch, extended_digest
+from mindspeed_cp.integrations.huggingface.batch import cut_batch
 from mindspeed_cp.integrations.huggingface.families import family_of
 from mindspeed_cp.integrations.huggingface.loss import check_vocabulary, loss_share
 from mindspeed_cp.integrations.huggingface.plans import RankPlans, rank_plans_on_mesh
-from mindspeed_cp.integrations.huggingface.rows import gather_numbered
+from mindspeed_cp.integrations.huggingface.rows import GatherNumbered
 from mindspeed_cp.layout import PackedTrajectories, TreeTargets
 
 
 @dataclass(frozen=True, eq=False)
 class RankTargets:
-    """What one rank's rows predict: n targets, which stand for m tokens of trajectories.
-
-    The targets of all ranks are all targets of the batch, each once; so are the tokens of trajectories but the first of
-    each.
+    """What one rank's rows predict: n targets. Those of all ranks are all targets of the batch, each once.
 
     Attributes:
         numbers: number of each target among those of the batch, int64 [n], ascending.
         rows: local row whose logits predict it, int64 [n]; a row before several tokens comes several times.
         labels: token to predict, int64 [n].
         weights: sum of the loss weights of the trajectories' tokens for which it stands, fp32 [n].
-        target_of_token: index in the n targets of each token of a trajectory, int64 [m].
-        trajectory_of_token: number of its trajectory, int64 [m], ascending.
-        index_of_token: its index in the trajectory, from 1, int64 [m].
         batch_targets: targets of the whole batch.
         plan: this rank's plans.
     """
@@ -58,41 +52,8 @@ class RankTargets:
     rows: Tensor
     labels: Tensor
     weights: Tensor
-    target_of_token: Tensor
-    trajectory_of_token: Tensor
-    index_of_token: Tensor
     batch_targets: TreeTargets
     plan: RankPlans
-
-    def values(self, values: Sequence[Any] | Tensor) -> Tensor:
-        """Return values of trajectories, or of their tokens, for each of this rank's tokens of trajectories.
-
-        Args:
-            values: for each trajectory a number, or one for each of its tokens, [length]: advantages, old
-                log-probabilities, masks.
-
-        Returns:
-            fp32 [m], on the device of the targets.
-
-        Raises:
-            ConfigError: not one entry for each trajectory, or its length is not the trajectory's.
-        """
-        counts = [len(targets) for targets in self.batch_targets.of_trajectories]
-        if len(values) != len(counts):
-            raise ConfigError(
-                f"values has {len(values)} entries; valid: one for each of the {len(counts)} trajectories"
-            )
-        device, listed = self.rows.device, []
-        for number, (count, value) in enumerate(zip(counts, values, strict=True)):
-            array = torch.as_tensor(value, dtype=torch.float32, device=device)
-            if array.dim() and array.shape != (count + 1,):
-                raise ConfigError(
-                    f"values[{number}] has shape {list(array.shape)}; valid: one number, or [{count + 1}], one for "
-                    "each token of the trajectory"
-                )
-            listed.append(array[1:] if array.dim() else array.expand(count))
-        offsets = torch.tensor(np.cumsum([0, *counts[:-1]]), device=device)
-        return torch.cat(listed)[offsets[self.trajectory_of_token] + self.index_of_token - 1]
 
 
 def planned_trajectories(
@@ -136,35 +97,12 @@ def planned_trajectories(
     tokens = torch.from_numpy(packed.tokens)[None].to(device)
     check_vocabulary("packed", tokens, rank_plans.plans.vocabulary)
     rows = cut_batch({"input_ids": tokens}, rank_plans)
-    for integers in (np.concatenate(packed.tree_tokens), weights_of_targets.view(np.int64)):
-        rank_plans.batch_digest = extended_digest(rank_plans.batch_digest or 0, torch.from_numpy(integers))
-    return rows, _rank_targets(packed.targets, weights_of_targets, rank_plans, device)
-
-
-def _rank_targets(targets: TreeTargets, weights: np.ndarray, rank_plans: RankPlans, device: str) -> RankTargets:
-    """Return what the rows of a rank predict; `weights` are those of all targets, fp64."""
-    numbers, rows = targets.of_rows(rank_plans.plans.layout.tokens(rank_plans.rank))
-    local = np.full(len(targets), -1)
-    local[numbers] = np.arange(len(numbers))
-    counts = np.array([len(tokens) for tokens in targets.of_trajectories], np.int64)
-    target = local[np.concatenate([*targets.of_trajectories, np.zeros(0, np.int64)])]
-    index = np.arange(len(target)) - np.repeat(np.cumsum(counts) - counts, counts) + 1
-    own = target >= 0
-
-    def on_device(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array).to(device)
-
-    return RankTargets(
-        numbers=on_device(numbers),
-        rows=on_device(rows),
-        labels=on_device(targets.token[numbers]),
-        weights=on_device(weights[numbers].astype(np.float32)),
-        target_of_token=on_device(target[own]),
-        trajectory_of_token=on_device(np.repeat(np.arange(len(counts)), counts)[own]),
-        index_of_token=on_device(index[own]),
-        batch_targets=targets,
-        plan=rank_plans,
-    )
+    for array in (np.concatenate(packed.tree_tokens), weights_of_targets):
+        rank_plans.batch_digest = zlib.crc32(array.tobytes(), rank_plans.batch_digest or 0)
+    numbers, local_rows = packed.targets.of_rows(rank_plans.plans.layout.tokens(rank_plans.rank))
+    arrays = (numbers, local_rows, packed.targets.token[numbers], weights_of_targets[numbers].astype(np.float32))
+    tensors = (torch.from_numpy(x).to(device) for x in arrays)
+    return rows, RankTargets(*tensors, batch_targets=packed.targets, plan=rank_plans)
 
 
 def sum_weights(targets: RankTargets | Iterable[RankTargets], group: dist.ProcessGroup | None = None) -> Tensor:
@@ -215,28 +153,39 @@ def tree_loss(
     Raises:
         ConfigError: logits and targets do not fit.
     """
-    total = -(targets.weights * target_log_probs(logits, targets)).sum()
+    total = -(targets.weights * _target_log_probs(logits, targets)).sum()
     if isinstance(divisor, Tensor):
         return loss_share(total, torch.where(divisor == 0, 1.0, divisor), group)
     return loss_share(total, divisor or 1.0, group)
 
 
-def target_log_probs(logits: Tensor, targets: RankTargets) -> Tensor:
-    """Return the log-probability of each target of this rank.
+def trajectory_log_probs(logits: Tensor, targets: RankTargets, gradient_factor: float = 1.0) -> tuple[Tensor, ...]:
+    """Gather the log-probabilities of whole trajectories, for losses that differ between trajectories.
 
-    For losses that differ between trajectories: ``[targets.target_of_token]`` of it stands beside
-    ``targets.values(...)``, and :func:`loss_share` divides the sum of the terms as :func:`tree_loss` does.
+    All ranks of the context-parallel group get the same and compute the same loss; each takes the gradients of its own
+    targets.
 
     Args:
         logits: [1, t, vocabulary] of this rank.
         targets: result of :func:`planned_trajectories`.
+        gradient_factor: factor of gradients in the backward pass; the number of ranks of the group where gradients are
+            averaged over them afterwards, as DDP and FSDP do, and losses over replicas alone.
 
     Returns:
-        fp32 [n].
+        For each trajectory the log-probabilities of its tokens but the first, fp32 [length - 1].
 
     Raises:
         ConfigError: logits and targets do not fit.
     """
+    count = len(targets.batch_targets)
+    log_probs = _target_log_probs(logits, targets)
+    whole = GatherNumbered.apply(log_probs, targets.numbers, count, targets.plan, gradient_factor)
+    return tuple(whole[torch.from_numpy(x).to(whole.device)] for x in targets.batch_targets.of_trajectories)
+
+
+def _target_log_probs(logits: Tensor, targets: RankTargets) -> Tensor:
+    """Return the log-probability of each target of this rank, fp32 [n]. Raises ConfigError if the logits are of other
+    rows."""
     expected = (1, targets.plan.padded_rows)
     if logits.dim() != 3 or tuple(logits.shape[:2]) != expected:
         raise ConfigError(
@@ -245,31 +194,3 @@ def target_log_probs(logits: Tensor, targets: RankTargets) -> Tensor:
         )
     rows, row_of_target = torch.unique(targets.rows, return_inverse=True)  # a row with several targets is computed once
     return F.log_softmax(logits[0, rows].float(), -1)[row_of_target, targets.labels]
-
-
-def trajectory_log_probs(log_probs: Tensor, targets: RankTargets, gradient_factor: float = 1.0) -> tuple[Tensor, ...]:
-    """Gather the log-probabilities of whole trajectories, for losses with terms of whole trajectories.
-
-    All ranks of the context-parallel group get the same and compute the same loss; each takes the gradients of its own
-    targets.
-
-    Args:
-        log_probs: result of :func:`target_log_probs`, [n].
-        targets: result of :func:`planned_trajectories`.
-        gradient_factor: factor of gradients in the backward pass; the number of ranks of the group where gradients are
-            averaged over them afterwards, as DDP and FSDP do, and losses over replicas alone.
-
-    Returns:
-        For each trajectory the log-probabilities of its tokens but the first, [length - 1].
-
-    Raises:
-        ConfigError: log_probs are not those of the targets.
-    """
-    if log_probs.shape != targets.numbers.shape:
-        raise ConfigError(
-            f"log_probs have shape {list(log_probs.shape)}; valid: {list(targets.numbers.shape)}, one for each target "
-            "of this rank, as target_log_probs returns them"
-        )
-    whole = gather_numbered(log_probs, targets.numbers, len(targets.batch_targets), targets.plan, gradient_factor)
-    numbers = [torch.from_numpy(numbers).to(whole.device) for numbers in targets.batch_targets.of_trajectories]
-    return tuple(whole[number] for number in numbers)

@@ -50,12 +50,14 @@ def expected_sums(
     if not queries.is_plain:
         return _sums_along_paths(queries, left, query_numbers, key_numbers)
     return (
-        _sums_in_reach(queries, keys, left, right, prefix_sums(key_numbers)),
-        _sums_in_reach(keys, queries, right, left, prefix_sums(query_numbers)) * key_numbers,
+        _sums_in_visible_range(queries, keys, left, right, prefix_sums(key_numbers)),
+        _sums_in_visible_range(keys, queries, right, left, prefix_sums(query_numbers)) * key_numbers,
     )
 
 
-def _sums_in_reach(documents: Documents, seen: Documents, left: int, right: int, seen_sums: np.ndarray) -> np.ndarray:
+def _sums_in_visible_range(
+    documents: Documents, seen: Documents, left: int, right: int, seen_sums: np.ndarray
+) -> np.ndarray:
     """Sum, for each token at position p of `documents`, tokens p - left .. p + right of the same document of `seen`,
     given the prefix sums of `seen`."""
     doc = np.repeat(np.arange(len(documents)), documents.lengths)
@@ -216,8 +218,7 @@ class Interpreter:
                 tile = tiles[int(np.argmax(wrong))]
                 raise PlanError(
                     f"{self.direction}: rank {rank}, step {tile['step']}: {describe_tile(tile)}: its {side} is "
-                    f"{tile[side]} "
-                    f"in document {tile[doc]}, but its rows are other tokens"
+                    f"{tile[side]} in document {tile[doc]}, but its rows are other tokens"
                 )
 
     def _raise_wrong_content(self, rank: int, content: np.ndarray, tokens: np.ndarray, held: np.ndarray) -> None:
@@ -279,3 +280,94 @@ def _add_to_rows(deltas: np.ndarray, first: np.ndarray, rows: np.ndarray, value:
     """Add value to rows first .. first + rows - 1, given as differences between rows."""
     np.add.at(deltas, first, value)
     np.subtract.at(deltas, first + rows, value)
+
+
+# Explanations of wrong sums: the rank, step and tile that are wrong. Slow; they run only after a proof has failed.
+
+
+def raise_wrong_query(plan: Plan, program: Program, direction: str, rank: int, row: int, tiles: np.ndarray) -> None:
+    """Raise PlanError for a query row that does not see every visible key exactly once."""
+    token = int(program.q_layout_compute.tokens(rank)[row])
+    doc, position = _doc_and_position(plan.documents, token)
+    keys = plan.kv_documents
+    visible = _visible_keys_of(plan.documents, keys, program.attention, token)
+    contents = program.contents_of(rank)
+    seen: dict[int, list[np.ndarray]] = {}
+    for tile in tiles[(tiles["q_row"] <= row) & (row < tiles["q_row"] + tiles["q_rows"])]:
+        same = (contents["step"] == tile["step"]) & (contents["slot"] == tile["slot"])
+        content = contents[same & (contents["row"] <= tile["k_row"])][-1]
+        spans = program.spans_in(content)
+        tokens = ragged_arange(spans["start"], spans["stop"] - spans["start"])
+        k_row = int(tile["k_row"] - content["row"])
+        low, high = _visible_rows(tile, row - int(tile["q_row"]), program.attention)
+        for key in tokens[k_row + low : k_row + high].tolist():
+            seen.setdefault(key, []).append(tile)
+    query = f"query {position} of document {doc} (row {row})"
+    for key, seen_by in seen.items():
+        where = "; ".join(f"step {tile['step']}, {describe_tile(tile)}" for tile in seen_by)
+        if key not in visible:
+            key_doc, key_position = _doc_and_position(keys, key)
+            raise PlanError(
+                f"{direction}: rank {rank}: {query} sees key {key_position} of document {key_doc}, which its mask "
+                f"hides: {where}"
+            )
+        if len(seen_by) > 1:
+            raise PlanError(
+                f"{direction}: rank {rank}: {query} sees {_key(keys, key, doc)} {len(seen_by)} times: {where}"
+            )
+    missing = next((key for key in visible if key not in seen), None)
+    if missing is None:  # the sums see another mask than this function
+        raise PlanError(f"{direction}: rank {rank}: {query}: the sum of its keys is wrong")
+    holder = next(r for r in range(plan.ranks) if missing in plan.kv_layout_compute.tokens(r))
+    holding = [x for x in contents for span in program.spans_in(x) if span["start"] <= missing < span["stop"]]
+    when = (
+        f"step {holding[0]['step']}, where slot {holding[0]['slot']} holds it"
+        if holding
+        else "any step: it never arrives there"
+    )
+    raise PlanError(
+        f"{direction}: rank {rank}: {query} does not see {_key(keys, missing, doc)}, owned by rank {holder}, in {when}"
+    )
+
+
+def _visible_keys_of(queries: Documents, keys: Documents, attention: AttentionConfig, token: int) -> list[int]:
+    """Return the tokens of all keys that a query sees, in the order of positions."""
+    doc, position = _doc_and_position(queries, token)
+    path = [doc] if keys.trees is None else keys.trees.path(doc)
+    tokens = ragged_arange(keys.offsets[path], keys.lengths[path])
+    left, right = attention.visible_range
+    first, last = max(position - left, 0), max(position + right + 1, 0)
+    if queries.blocks is not None and (block := int(queries.blocks.of(np.asarray(token)))) >= 0:
+        first = min(first, position - token + int(queries.blocks.start[block]))
+        last = position - token + int(queries.blocks.stop[block])
+    return tokens[first:last].tolist()
+
+
+def _key(documents: Documents, token: int, query_doc: int) -> str:
+    """Describe a key that a query of a document sees."""
+    doc, position = _doc_and_position(documents, token)
+    return f"key {position} of its document" if doc == query_doc else f"key {position} of document {doc}, on its path"
+
+
+def raise_wrong_gradient(plan: Plan, program: Program, rank: int, row: int) -> None:
+    """Raise PlanError for a key row at its owner whose gradient is not the sum over the queries that see it."""
+    doc, position = _doc_and_position(plan.kv_documents, int(plan.kv_layout_compute.tokens(rank)[row]))
+    raise PlanError(
+        f"backward: rank {rank}, step {program.steps - 1}: the gradient of its key {position} of document {doc} (row "
+        f"{row}) is not the sum over the queries that see it; a reduce on the way to slot 0 is missing, doubled, or "
+        "leaves another slot or other rows"
+    )
+
+
+def _visible_rows(tile: np.ndarray, row: int, attention: AttentionConfig) -> tuple[int, int]:
+    """Return the first and last-plus-one key row of the tile that its q row `row` sees."""
+    rows = int(tile["k_rows"])
+    if tile["mask"] == BAND:
+        first, last = visible_keys(tile.reshape(1), attention)
+        return int(first[row]), int(last[row])
+    return 0, rows - (int(tile["q_rows"]) - 1 - row if tile["mask"] == CAUSAL else 0)
+
+
+def _doc_and_position(documents: Documents, token: int) -> tuple[int, int]:
+    doc = int(documents.document_of(np.asarray(token)))
+    return doc, token - int(documents.offsets[doc]) + int(documents.first_positions[doc])

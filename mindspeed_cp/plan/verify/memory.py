@@ -29,7 +29,7 @@ def peak_bytes(plan: Plan, direction: str, bytes_per_element: int = 2) -> np.nda
 
     * kv: K and V of slots 1 and up, for the whole program;
     * gradients (backward): at most fp32 dK and dV of every slot that is computed or receives a reduce, for the whole
-      program; a slot with one part keeps it as the kernel, or the message, made it;
+      program; a slot to which one call or message alone adds keeps what that made;
     * redistributed: results of redistributions between the layouts of the caller and of the computation: q, k, v and
       out in the forward; dout, dq, dk and dv in the backward, which also counts q, k and v saved from the forward;
     * staging: rows sent from several places are gathered; K and V that land in several places, and all reduces, are
@@ -59,14 +59,12 @@ def peak_bytes(plan: Plan, direction: str, bytes_per_element: int = 2) -> np.nda
         for index, part in enumerate(plan.parts_or_self)
     ]
     out = np.zeros(plan.ranks, PEAK)
-    if plan.parts:
-        out["kv"], out["gradients"], out["staging"] = _peak_over_steps(plan, direction, buffers, bytes_per_element)
-        out["redistributed"] = _redistributed_by_parts(plan, direction, buffers, bytes_per_element)
-    else:
-        (only,) = buffers
-        out["kv"], out["gradients"] = only.kv, only.gradients.sum(1)
-        out["redistributed"] = only.saved_inputs + only.inputs + only.outputs
-        out["staging"] = np.maximum(only.staging.max(0), np.maximum(only.input_staging, only.output_staging))
+    out["kv"], out["gradients"], out["staging"] = _peak_over_steps(plan, direction, buffers, bytes_per_element)
+    out["redistributed"] = (
+        _redistributed_by_parts(plan, direction, buffers, bytes_per_element)
+        if plan.parts
+        else buffers[0].saved_inputs + buffers[0].inputs + buffers[0].outputs
+    )
     out["total"] = out["kv"] + out["gradients"] + out["redistributed"] + out["staging"]
     if direction == "backward":
         out["total"] += _row_of_zeros(plan)
@@ -89,11 +87,12 @@ def attention_peak_bytes(plan: Plan, bytes_per_element: int = 2) -> np.ndarray:
     rows = np.zeros(plan.ranks, np.int64)  # computed queries times their heads
     for part in plan.parts_or_self:
         rows += part.q_layout_compute.token_counts * part.q_layout_compute.head_counts(attention.heads)
-    forward = caller + rows * (4 * width_v + 4) + peak_bytes(plan, "forward", bytes_per_element)["total"]
-    backward = 2 * caller + rows * (4 * width + 4) + peak_bytes(plan, "backward", bytes_per_element)["total"]
-    forward += _expanded_bytes(plan, "forward", bytes_per_element)
-    backward += _expanded_bytes(plan, "backward", bytes_per_element)
-    return np.maximum(forward, backward)
+    peaks = []
+    for direction, tensors, summed in (("forward", 1, width_v), ("backward", 2, width)):
+        buffers = peak_bytes(plan, direction, bytes_per_element)["total"]
+        expanded = _expanded_bytes(plan, direction, bytes_per_element)
+        peaks.append(tensors * caller + rows * (4 * summed + 4) + buffers + expanded)
+    return np.maximum(*peaks)
 
 
 def _expanded_bytes(plan: Plan, direction: str, bytes_per_element: int) -> np.ndarray:
@@ -124,8 +123,8 @@ def _row_of_zeros(plan: Plan) -> np.ndarray:
 def _peak_over_steps(
     plan: Plan, direction: str, buffers: list[BufferBytes], size: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the peak bytes of K/V buffers, of gradients and of staging over the step order of a plan of parts,
-    including the times before and after all steps; int64 [ranks] each."""
+    """Return the peak bytes of K/V buffers, of gradients and of staging over the step order of a plan, including the
+    times before and after all steps; int64 [ranks] each."""
     order, ends = plan.step_order(direction), part_ends(plan, direction)
     begins = [order.index((part, 0)) for part in range(len(buffers))]
     part_step = [-1] * len(buffers)  # current step of each part

@@ -6,15 +6,15 @@ Numbers may be any of 64 bits: sums that could overflow are written as differenc
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
+from functools import cache
+from typing import Any, get_origin, get_type_hints
 
 import numpy as np
 
 from mindspeed_cp.errors import ConfigError, PlanError
-from mindspeed_cp.layout import ROW_RUN, TOKEN_SPAN, Documents, Layout, Redistribution, ragged_arange
+from mindspeed_cp.layout import ROW_RUN, TOKEN_SPAN, Layout, ragged_arange
 from mindspeed_cp.plan.parts import parts_error
-from mindspeed_cp.plan.problem import AttentionConfig, Topology
+from mindspeed_cp.plan.problem import AttentionConfig
 from mindspeed_cp.plan.program import DIRECTIONS, REDUCE_BYTES, Plan, Program
 from mindspeed_cp.plan.records import BAND, CAUSAL, CONTENT, MASK_NAMES, MESSAGE, Messages
 from mindspeed_cp.schema.messages import short_repr
@@ -23,31 +23,16 @@ from mindspeed_cp.schema.numbers import is_int
 #: Most steps of a program: the engine and the proof take time and memory for each.
 MAX_STEPS = 10**6
 
-#: Types of the fields of a plan's objects; a dtype stands for a one-dimensional array of such records.
-_FIELD_TYPES: dict[type, dict[str, Any]] = {
-    Plan: {
-        "algorithm": str,
-        "attention": AttentionConfig,
-        "topology": Topology,
-        **dict.fromkeys(("layout", "kv_layout_in", "q_layout_compute", "kv_layout_compute"), Layout),
-        **dict.fromkeys(DIRECTIONS, Program),
-        **dict.fromkeys(("parts", "forward_order", "backward_order"), tuple),
-        "linear_layout": Layout | None,
-        "reduce_dtype": str,
-    },
-    Program: {
-        "steps": int,
-        "capacity": np.ndarray,
-        "q_layout_compute": Layout,
-        "kv_documents": Documents,
-        "attention": AttentionConfig,
-        "contents": CONTENT,
-        "spans": TOKEN_SPAN,
-        **dict.fromkeys(("fetch", "reduce"), Messages),
-    },
-    Messages: {"items": MESSAGE, "runs": ROW_RUN},
-    Layout: {"documents": Documents, "ranks": int, "spans": TOKEN_SPAN, "heads": np.ndarray | None},
-}
+#: Classes of a plan's objects, and records of their one-dimensional arrays by the field's name; others are of int64.
+_CLASSES = (Plan, Program, Messages, Layout)
+_RECORDS = {"contents": CONTENT, "spans": TOKEN_SPAN, "items": MESSAGE, "runs": ROW_RUN}
+
+
+@cache
+def _field_types(owner: type) -> dict[str, Any]:
+    """Return the type of each field of a class, a dtype in the place of a one-dimensional array of records."""
+    hints = get_type_hints(owner)
+    return {name: _RECORDS.get(name, tuple if get_origin(hint) is tuple else hint) for name, hint in hints.items()}
 
 
 def check_types(plan: Plan) -> None:
@@ -72,7 +57,7 @@ def check_types(plan: Plan) -> None:
 
 def _check_fields(item: object, where: str) -> None:
     """Check the types of the fields of one object, and of those in it."""
-    for name, kind in next(types for owner, types in _FIELD_TYPES.items() if isinstance(item, owner)).items():
+    for name, kind in _field_types(next(owner for owner in _CLASSES if isinstance(item, owner))).items():
         value = getattr(item, name)
         if isinstance(kind, np.dtype):
             fits = isinstance(value, np.ndarray) and value.dtype == kind and value.ndim == 1
@@ -82,7 +67,7 @@ def _check_fields(item: object, where: str) -> None:
             fits = fits and value.dtype == np.int64
         if not fits:
             raise PlanError(f"{where}{name} is {_described(value)}; valid: {_described_type(kind)}")
-        if isinstance(value, tuple(_FIELD_TYPES)):
+        if isinstance(value, _CLASSES):
             _check_fields(value, f"{where}{name}.")
         elif isinstance(value, AttentionConfig):
             try:
@@ -302,7 +287,7 @@ def _rows_held(program: Program, rank: int, tiles: np.ndarray) -> np.ndarray:
     return np.where(exists, (contents["row"] + rows)[index], 0)
 
 
-# Plans of parts: the parts form the plan, and its step order does not dead-lock.
+# Plans of parts: the parts form the plan.
 
 
 def check_parts(plan: Plan) -> None:
@@ -324,78 +309,4 @@ def check_parts(plan: Plan) -> None:
         if program.steps or len(program.contents) or len(program.fetch) or len(program.reduce):
             raise PlanError(
                 f"{direction}: a plan of parts computes and sends in its parts, but it has a program itself"
-            )
-
-
-def interleaved_program(plan: Plan, direction: str) -> Program:
-    """Return the messages of all parts as one program whose steps are the entries of `plan.step_order`.
-
-    As in the engine, the messages of a part are finished when its next step begins, or at the very end if it has no
-    next step. Messages of one step are of one part; slots of different parts are not distinguished.
-    """
-    order = plan.step_order(direction)
-    programs: list[Program] = [getattr(part, direction) for part in plan.parts]
-    step_index = [np.full(program.steps + 1, len(order)) for program in programs]  # index in `order`
-    for index, (part, step) in enumerate(order):
-        step_index[part][step] = index
-    return replace(
-        plan.forward,
-        steps=len(order),
-        fetch=_interleaved([program.fetch for program in programs], step_index),
-        reduce=_interleaved([program.reduce for program in programs], step_index),
-    )
-
-
-def _interleaved(messages: list[Messages], step_index: list[np.ndarray]) -> Messages:
-    items = np.concatenate([part.items for part in messages])
-    items["start"] = np.concatenate(
-        [index[part.items["start"]] for part, index in zip(messages, step_index, strict=True)]
-    )
-    items["done"] = np.concatenate(
-        [index[part.items["done"] + 1] - 1 for part, index in zip(messages, step_index, strict=True)]
-    )
-    return Messages(items[np.argsort(items["start"], kind="stable")], messages[0].runs[:0])
-
-
-# Redistributions: every row and head arrives at its place in the target exactly once.
-
-
-def check_redistribution(redistribution: Redistribution, name: str) -> None:
-    """Check that a redistribution fills every row of its target once, with the right token.
-
-    The adjoint uses the same rank pairs in the opposite direction, so both are proved.
-
-    Raises:
-        PlanError: names rank and row, or the pair of ranks.
-    """
-    for rank in range(redistribution.target.ranks):
-        wanted = redistribution.target.tokens(rank)
-        low, high = redistribution.target.head_range(rank, redistribution.heads)
-        if low == high:
-            continue
-        arrived, last = np.full(len(wanted), -1), np.empty(len(wanted), np.int64)
-        for pair in redistribution.rank_pairs[redistribution.rank_pairs["dst"] == rank]:
-            runs, where = redistribution.runs_of(pair), f"{name}: rank {rank}, from rank {pair['src']}"
-            if (pair["head"], pair["head"] + pair["heads"]) != (low, high):
-                raise PlanError(
-                    f"{where}: heads {pair['head']} to {pair['head'] + pair['heads'] - 1} arrive, but the rank holds "
-                    f"heads "
-                    f"{low} to {high - 1}"
-                )
-            given = redistribution.source.tokens(int(pair["src"]))
-            src_rows, dst_rows = (ragged_arange(runs[side], runs["rows"]) for side in ("src_row", "dst_row"))
-            outside = (dst_rows < 0) | (dst_rows >= len(wanted)) | (src_rows < 0) | (src_rows >= len(given))
-            if outside.any() or len(dst_rows) != pair["rows"]:
-                raise PlanError(f"{where}: its {pair['rows']} rows do not exist on both sides")
-            number = np.arange(len(dst_rows))
-            last[dst_rows] = number
-            if (arrived[dst_rows] >= 0).any() or (last[dst_rows] != number).any():
-                raise PlanError(f"{where}: a row arrives twice")
-            arrived[dst_rows] = given[src_rows]
-        wrong = np.flatnonzero(arrived != wanted)
-        if len(wrong):
-            row = int(wrong[0])
-            content = "nothing" if arrived[row] < 0 else f"token {arrived[row]}"
-            raise PlanError(
-                f"{name}: rank {rank}, row {row}: {content} arrives, but the layout has token {wanted[row]}"
             )

@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -17,7 +16,7 @@ import torch
 
 from mindspeed_cp import ConfigError
 from mindspeed_cp.integrations import huggingface as cp
-from tests.integrations.huggingface.models import make_config, make_model, whole_batch
+from tests.integrations.huggingface.models import make_config, make_model, mesh_of, whole_batch
 
 #: Lengths of the documents of packed rows: two rows a step, one for each replica.
 ROWS = ((23, 1, 40), (9, 30), (5, 17, 2), (61, 3), (12, 12), (50,))
@@ -56,7 +55,7 @@ def train(
         )
         mesh = init_device_mesh("cpu", ranks, mesh_dim_names=("dp", "cp"))["cp"]
     else:
-        mesh = SimpleNamespace(mesh=[0], get_local_rank=lambda: 0, get_group=lambda: None, size=lambda: 1)
+        mesh = mesh_of()
     model = make_model(make_config("llama", attention_dropout=dropout), cp.register())
     collator = cp.PlannedCollator(model.config, mesh, "ring", seed=3)
     arguments = TrainingArguments(folder, num_train_epochs=1, gradient_accumulation_steps=2 // ranks[0], **SETTINGS)
@@ -85,15 +84,14 @@ def test_four_ranks_train_as_one(pool, tmp_path: Path, dropout: float) -> None:
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("per_device_train_batch_size", 2), ("train_sampling_strategy", "random"), ("dataloader_num_workers", 1),
-     ("average_tokens_across_devices", False), ("label_smoothing_factor", 0.1), ("per_device_eval_batch_size", 4)],
+    [("train_sampling_strategy", "random"), ("dataloader_num_workers", 1), ("average_tokens_across_devices", False),
+     ("label_smoothing_factor", 0.1)],
 )  # fmt: skip
 def test_settings_that_would_change_the_result_are_refused(tmp_path: Path, setting: str, value: object) -> None:
     from transformers import TrainingArguments
 
     arguments = TrainingArguments(str(tmp_path), **{**SETTINGS, setting: value})
-    mesh = SimpleNamespace(mesh=[0], get_local_rank=lambda: 0, get_group=lambda: None)
-    callback = cp.planned_callback(cp.PlannedCollator(make_config("llama"), mesh))
+    callback = cp.planned_callback(cp.PlannedCollator(make_config("llama"), mesh_of()))
     with pytest.raises(ConfigError, match=f"{setting} is {value!r}; valid with planned batches"):
         callback.on_train_begin(arguments, None, None)
 
@@ -107,7 +105,6 @@ def begin(tmp_path: Path, model: Any = None, **changes: Any) -> None:
 
 
 def test_a_loader_that_hands_out_one_batch_is_refused(tmp_path: Path) -> None:
-    begin(tmp_path, per_device_eval_batch_size=8, eval_strategy="no")  # only the settings that are used
     with pytest.raises(ConfigError, match="dispatch_batches is True; valid with planned batches: None"):
         begin(tmp_path, accelerator_config={"dispatch_batches": True})
     with pytest.raises(ConfigError, match="split_batches is True; valid with planned batches: False"):
@@ -137,8 +134,7 @@ def test_an_evaluation_before_the_training_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_collator_passes_loss_masks_on() -> None:
-    mesh = SimpleNamespace(mesh=np.array([0]), mesh_dim_names=("cp",), get_local_rank=lambda: 0, get_group=lambda: None)
-    collator = cp.PlannedCollator(make_config("llama"), mesh, "ring")
+    collator = cp.PlannedCollator(make_config("llama"), mesh_of(), "ring")
     document = {"input_ids": [5, 6, 7], "labels": [5, 6, 7], "loss_mask": [0, 0, 1]}
     (row,) = cp.RepeatedRows([[document, document]], 1)._rows
     made = collator([{"number": 0, "documents": row}])
@@ -146,8 +142,7 @@ def test_the_collator_passes_loss_masks_on() -> None:
 
 
 def test_empty_documents_have_no_rows_and_missing_labels_are_named() -> None:
-    mesh = SimpleNamespace(mesh=np.array([0]), mesh_dim_names=("cp",), get_local_rank=lambda: 0, get_group=lambda: None)
-    collator = cp.PlannedCollator(make_config("llama"), mesh, "ring")
+    collator = cp.PlannedCollator(make_config("llama"), mesh_of(), "ring")
     document, empty = {"input_ids": [5, 6], "labels": [5, 6]}, {"input_ids": [], "labels": []}
     made = [collator([{"number": 0, "documents": row}]) for row in ([document], [empty, document, empty])]
     for name in ("input_ids", "labels", "position_ids"):

@@ -14,7 +14,8 @@ import torch
 
 from mindspeed_cp import ConfigError, Documents
 from mindspeed_cp.integrations import huggingface as cp
-from tests.integrations.huggingface.models import Step, make_config, mesh_of
+from tests.integrations.huggingface.models import make_config, mesh_of
+from tests.integrations.huggingface.test_families import cases, check
 from tests.integrations.huggingface.trees import (
     differing_call,
     old_log_probs,
@@ -26,40 +27,10 @@ from tests.integrations.huggingface.trees import (
     wrapped_step,
 )
 
-FAMILIES = (
-    "llama",
-    "qwen2",
-    "mistral",
-    "gpt_oss",
-    "deepseek_v3",
-    "gpt2",
-    "qwen3",
-    "gemma3",
-    "qwen3_moe",
-)
-ALGORITHMS = ("ring", "direct", "ulysses", "hierarchical")
+FAMILIES = ("llama", "qwen2", "mistral", "gpt_oss", "deepseek_v3", "gpt2", "qwen3", "gemma3", "qwen3_moe")
 
 
-def cases() -> list[object]:
-    """Every family with every algorithm and number of ranks; by default one of them each, for the first eight."""
-    return [
-        pytest.param(
-            *(name, algorithm, ranks),
-            marks=() if i < 8 and i % 4 == j and ranks == 2 + i // 2 % 2 else pytest.mark.thorough,
-        )
-        for i, name in enumerate(FAMILIES)
-        for j, algorithm in enumerate(ALGORITHMS)
-        for ranks in (1, 2, 3)
-    ]
-
-
-def check(steps: list[Step], wanted: Step) -> None:
-    for step in steps:
-        assert step.gradients.keys() == wanted.gradients.keys()
-        assert step.largest_error(wanted) < 1e-5
-
-
-@pytest.mark.parametrize(("name", "algorithm", "ranks"), cases())
+@pytest.mark.parametrize(("name", "algorithm", "ranks"), cases(FAMILIES, 8))
 def test_a_tree_equals_its_trajectories_one_by_one(pool, name: str, algorithm: str, ranks: int) -> None:
     check(pool.run(ranks, tree_step, name, "cross entropy", algorithm), reference_step(name, "cross entropy"))
 
@@ -101,32 +72,20 @@ def planned(packed: Any, rank: int = 0, ranks: int = 1, name: str = "llama", wei
 def test_targets_of_all_ranks_are_all_targets_once() -> None:
     batch = trajectories()
     packed = Documents.from_trajectories(batch)
-    lengths = [len(tokens) for tokens in batch]
-    weights = token_weights(lengths)
-    summed, seen = np.zeros(len(packed.targets)), np.zeros(len(packed.targets), int)
-    tokens_seen, most_of_a_row = [], 0
+    weights = token_weights([len(tokens) for tokens in batch])
+    wanted, seen, most_of_a_row = packed.targets.weights(weights), np.zeros(len(packed.targets), int), 0
     for rank in range(3):
         rows, targets = planned(packed, rank, 3, weights=weights)
         tokens = rows["plan"].plans.layout.tokens(rank)
         assert rows["input_ids"][0].tolist() == packed.tokens[tokens].tolist()
-        assert rows["position_ids"][0].tolist() == packed.positions[tokens].tolist()
+        assert rows["position_ids"][0].tolist() == rows["plan"].plans.layout.positions(rank).tolist()
         assert rows["use_cache"] is False and "labels" not in rows and "shift_labels" not in rows
         np.add.at(seen, targets.numbers.numpy(), 1)
         assert (packed.targets.source[targets.numbers] == tokens[targets.rows]).all()
-        places = list(zip(targets.trajectory_of_token.tolist(), targets.index_of_token.tolist(), strict=True))
-        values = targets.values(weights)
-        for place, target, value in zip(places, targets.target_of_token.tolist(), values.tolist(), strict=True):
-            trajectory, index = place
-            assert batch[trajectory][index] == targets.labels[target]
-            assert packed.tree_tokens[trajectory][index - 1] == tokens[targets.rows[target]]
-            assert value == pytest.approx(weights[trajectory][index])
-            summed[int(targets.numbers[target])] += value
-        assert targets.values(range(len(batch))).tolist() == targets.trajectory_of_token.tolist()
-        assert summed[targets.numbers] == pytest.approx(targets.weights.numpy(), abs=1e-6)
-        tokens_seen += places
+        assert (packed.targets.token[targets.numbers] == targets.labels.numpy()).all()
+        assert targets.weights.numpy() == pytest.approx(wanted[targets.numbers], abs=1e-6)
         most_of_a_row = max(most_of_a_row, int(targets.rows.bincount().max()))
     assert (seen == 1).all()
-    assert sorted(tokens_seen) == [(i, j) for i, length in enumerate(lengths) for j in range(1, length)]
     assert most_of_a_row == 3  # the prompt's last token, before three answers
 
 
@@ -155,7 +114,7 @@ def test_a_tree_is_a_loss_of_weights_and_a_divisor() -> None:
     assert cp.tree_loss(logits, targets, 4) == pytest.approx(float(wanted) / 4)
     for none in (0, torch.zeros(())):
         assert cp.tree_loss(logits, targets, none) == pytest.approx(float(wanted))
-    whole = cp.trajectory_log_probs(cp.target_log_probs(logits, targets), targets)
+    whole = cp.trajectory_log_probs(logits, targets)
     assert [x.tolist() for x in whole] == [
         pytest.approx([float(log_probs[0, 4]), float(log_probs[1, 6])]),
         pytest.approx([float(log_probs[0, 5])]),
@@ -198,13 +157,7 @@ def test_trajectories_that_do_not_fit_are_refused() -> None:
         cp.planned_trajectories(trajectories(), make_config("llama"), None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="weights has 2 entries; valid: one for each of the 11 trajectories"):
         planned(packed, weights=[1.0, 2.0])
-    with pytest.raises(ConfigError, match="values has 1 entries; valid: one for each of the 11 trajectories"):
-        targets.values([1.0])
-    with pytest.raises(ConfigError, match=r"values\[3\] has shape \[2\]; valid: one number, or \[26\]"):
-        targets.values([0.0, 0.0, 0.0, [1.0, 2.0], *[0.0] * 7])
     with pytest.raises(ConfigError, match=r"logits have shape \[1, 9, 61\], the targets' rows are \[1, \d+\]"):
-        cp.target_log_probs(torch.zeros(1, 9, 61), targets)
-    with pytest.raises(ConfigError, match=r"log_probs have shape \[3\]; valid: \[\d+\], one for each target"):
-        cp.trajectory_log_probs(torch.zeros(3), targets)
+        cp.trajectory_log_probs(torch.zeros(1, 9, 61), targets)
     with pytest.raises(ConfigError, match="targets has none of a batch; valid: what planned_trajectories"):
         cp.sum_weights([])

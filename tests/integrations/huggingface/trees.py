@@ -45,12 +45,16 @@ def advantages(count: int) -> np.ndarray:
     return np.random.default_rng(2).normal(size=count)
 
 
-def terms(kind: str, new: Tensor, old: Tensor, advantage: Tensor, weight: Tensor) -> Tensor:
-    """Loss of tokens: weighted cross-entropy, or a clipped ratio to old log-probabilities."""
+def term(kind: str, new: Tensor, old: np.ndarray, advantage: float, weight: np.ndarray) -> Tensor:
+    """Loss of a trajectory: weighted cross-entropy, a clipped ratio to old log-probabilities, or the geometric mean of
+    its tokens' ratios."""
+    weights = torch.tensor(weight[1:]).float()
     if kind == "cross entropy":
-        return -weight * new
-    ratio = (new - old).exp()
-    return -weight * torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)
+        return -(weights * new).sum()
+    ratio = (new - torch.tensor(old[1:]).float()).exp()
+    if kind == "sequence":
+        return -float(advantage) * ratio.log().mean().exp() if len(new) else torch.zeros(())
+    return -(weights * torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage)).sum()
 
 
 def reference_model(name: str) -> Any:
@@ -85,21 +89,11 @@ def reference_step(name: str, kind: str, seeds: tuple[int, ...] = (0,)) -> Step:
         weights, gains = token_weights([len(tokens) for tokens in batch]), advantages(len(batch))
         divisor += len(batch) if kind == "sequence" else sum(float(weight[1:].sum()) for weight in weights)
         rows = zip(one_by_one(model, batch), old_log_probs(name, seed), gains, weights, strict=True)
-        for new, old, gain, weight in rows:
-            if kind == "sequence":
-                total = total + sequence_term(new, old, gain)
-            else:
-                given = (torch.tensor(x, dtype=torch.float32) for x in (old[1:], gain, weight[1:]))
-                total = total + terms(kind, new, *given).sum()
+        total = total + torch.stack([term(kind, *row) for row in rows]).sum()
     (total / divisor).backward()
     return Step(
         float(total.detach()) / divisor, {key: x.grad for key, x in model.named_parameters() if x.grad is not None}
     )
-
-
-def sequence_term(new: Tensor, old: np.ndarray, gain: float) -> Tensor:
-    """Loss of a whole trajectory: the geometric mean of its tokens' ratios."""
-    return -float(gain) * (new - torch.tensor(old[1:]).float()).mean().exp() if len(new) else torch.zeros(())
 
 
 def tree_step(
@@ -141,12 +135,9 @@ def loss_of_rank(
     divisor, gains = cp.sum_weights(targets, group), advantages(len(weights))
     if kind == "cross entropy":
         return cp.tree_loss(logits, targets, divisor, group)
-    log_probs = cp.target_log_probs(logits, targets)
-    if kind == "sequence":
-        news = cp.trajectory_log_probs(log_probs, targets, gradient_factor=group.size())
-        return torch.stack([sequence_term(*x) for x in zip(news, olds, gains, strict=True)]).sum() / len(weights)
-    given = (targets.values(x) for x in (olds, gains, weights))
-    return cp.loss_share(terms(kind, log_probs[targets.target_of_token], *given).sum(), divisor, group)
+    news = cp.trajectory_log_probs(logits, targets, gradient_factor=group.size())
+    total = torch.stack([term(kind, *x) for x in zip(news, olds, gains, weights, strict=True)]).sum()
+    return total / (len(weights) if kind == "sequence" else divisor)
 
 
 def wrapped_step(rank: int, group: Any, name: str, kind: str) -> Step:

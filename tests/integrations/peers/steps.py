@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +19,17 @@ from mindspeed_cp.integrations.verl import planned_engine
 from tests.integrations.huggingface.models import Step, make_config, make_model, whole_batch
 from tests.integrations.peers.swift_double import GatherLoss, SequenceParallel
 from tests.integrations.peers.verl_double import Engine
+
+ROOT = Path(__file__).parents[3]
+
+
+def example_steps(program: str, ranks: int, cp: int) -> list[dict[str, float]]:
+    """What an example prints of its steps."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, f"examples/{program}", "--ranks", str(ranks), "--cp", str(cp)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{") and '"loss"' in line]
 
 
 def documents_and_labels(lengths: tuple[int, ...]) -> tuple[list[torch.Tensor], torch.Tensor]:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,12 +11,11 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 import torch
 
 from mindspeed_cp import ConfigError
-from mindspeed_cp.integrations.ms_swift import planned_class, use_plans
+from mindspeed_cp.integrations.ms_swift import use_plans
 from tests.integrations.huggingface.models import make_config, make_model, reference_step
-from tests.integrations.peers.steps import swift_step
+from tests.integrations.peers.steps import example_steps, swift_step
 from tests.integrations.peers.swift_double import SequenceParallel
 
-ROOT = Path(__file__).parents[3]
 LENGTHS = (23, 1, 0, 40, 9)
 
 CASES = [
@@ -73,7 +68,8 @@ def test_padded_rows_and_late_calls_are_refused() -> None:
 
 
 def test_one_rank_leaves_tensors_as_they_are() -> None:
-    sp = planned_class(SequenceParallel)()
+    sp = SequenceParallel()
+    use_plans(sp)
     sp.world_size = 1
     x = torch.arange(6).reshape(1, 6)
     assert sp.split(x, 1) is x and sp.gather(x, 1) is x and sp.pad(x, 0) is x
@@ -90,16 +86,9 @@ def test_ms_swifts_trainer_trains_alike_on_one_rank_and_on_three() -> None:
         "swift", reason="ms-swift is not installed (pip install ms-swift==4.6.0, in its own environment)"
     )
 
-    def lines(*arguments: str) -> list[dict[str, float]]:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "examples/swift_sft.py", *arguments]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"loss"')]
-
-    alone = lines("--ranks", "1", "--cp", "1")
-    for arguments in (("--ranks", "3", "--cp", "3"), ("--ranks", "4", "--cp", "2")):
-        steps = lines(*arguments)
+    alone = example_steps("swift_sft.py", 1, 1)
+    for ranks, cp in ((3, 3), (4, 2)):
+        steps = example_steps("swift_sft.py", ranks, cp)
         assert len(steps) == len(alone) == 4
         for step, wanted in zip(steps, alone, strict=True):
             assert step["loss"] == pytest.approx(wanted["loss"], abs=1e-5)

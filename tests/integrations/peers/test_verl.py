@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,10 +15,9 @@ from mindspeed_cp import ConfigError
 from mindspeed_cp.integrations.huggingface.rows import gather_rows, packed_row_plans, slice_rows
 from mindspeed_cp.integrations.verl import planned_engine, register_engines
 from tests.integrations.huggingface.models import make_config, mesh_of, reference_step
-from tests.integrations.peers.steps import round_trip, verl_step
+from tests.integrations.peers.steps import example_steps, round_trip, verl_step
 from tests.integrations.peers.verl_double import Engine
 
-ROOT = Path(__file__).parents[3]
 LENGTHS = (23, 1, 0, 40, 9)
 
 CASES = [
@@ -100,16 +95,9 @@ def test_verl_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> N
 def test_verls_engine_trains_alike_on_one_rank_and_on_three() -> None:
     pytest.importorskip("verl", reason="verl is not installed (pip install verl==0.9.1, in an environment of its own)")
 
-    def lines(*arguments: str) -> list[dict[str, float]]:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "examples/verl_engine.py", *arguments]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-    alone = lines("--ranks", "1", "--cp", "1")
-    for arguments in (("--ranks", "3", "--cp", "3"), ("--ranks", "4", "--cp", "2")):
-        steps = lines(*arguments)
+    alone = example_steps("verl_engine.py", 1, 1)
+    for ranks, cp in ((3, 3), (4, 2)):
+        steps = example_steps("verl_engine.py", ranks, cp)
         assert len(steps) == len(alone) == 3
         for step, wanted in zip(steps, alone, strict=True):
             assert step == pytest.approx(wanted, abs=1e-5)
