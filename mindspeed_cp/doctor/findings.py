@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from statistics import median, median_high
+from statistics import median_high
 from typing import Any
 
 from mindspeed_cp.device.open_files import largest_run
 from mindspeed_cp.doctor.operator import DTYPES
 from mindspeed_cp.report.text import Table, format_bytes
 
-#: A device or link below these shares of the median of its kind is named.
-SLOW_DEVICE, SLOW_LINK = 0.85, 0.7
+#: A link below this share of the median of its kind is named.
+SLOW_LINK = 0.7
 
 BAD, WARNING, GOOD = "FAILED", "note", "ok"
 Finding = tuple[str, str]
@@ -129,7 +129,7 @@ def findings(report: dict[str, Any]) -> list[Finding]:
     """Return (level, sentence) of all findings, the worst first."""
     rows = [
         *((BAD, f"{row['stage']}: {row['error']}") for row in report["failures"]),
-        *_operators(report), *_algorithms(report), *_ranks(report), *_kernels(report), *_links(report),
+        *_operators(report), *_algorithms(report), *_ranks(report), *_links(report),
     ]  # fmt: skip
     return sorted(rows, key=lambda finding: (BAD, WARNING, GOOD).index(finding[0]))
 
@@ -193,67 +193,50 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
 
 
-def kernel_rate(measurements: Sequence[dict[str, Any]], kind: str) -> float:
-    """Return the highest rate of a rank's kernels of a kind, in FLOP/s."""
-    return max(row["flops"] / row["seconds"] for row in measurements if row["kind"] == kind)
-
-
-def _kernels(report: dict[str, Any]) -> Iterator[Finding]:
-    for kind, name in (("attention", "attention"), ("linear", "matrix products")):
-        rates = [kernel_rate(rows, kind) for rows in report["kernels"]]
-        if not rates:
-            continue
-        middle = median(rates)
-        slow = [rank for rank, rate in enumerate(rates) if rate < SLOW_DEVICE * middle]
-        for rank in slow:
-            yield WARNING, f"rank {rank} computes {name} at {rates[rank] / middle:.0%} of the median of all ranks"
-        if not slow:
-            yield GOOD, f"{name}: all ranks within {1 - min(rates) / middle:.0%} of the median"
+def _link_rates(report: dict[str, Any], kind: str) -> dict[tuple[int, int], float]:
+    """Return the rates of a kind of links by source and target."""
+    rates = {}
+    for row in report["links"]:
+        if row["kind"] == kind:
+            first, second = row["pair"]
+            rates |= {(first, second): row["there"], (second, first): row["back"]}
+    return rates
 
 
 def _links(report: dict[str, Any]) -> Iterator[Finding]:
     for kind, name in KINDS.items():
-        rows = [row for row in report["links"] if row["kind"] == kind]
-        rates = [(row["there"], row["pair"]) for row in rows] + [(row["back"], row["pair"][::-1]) for row in rows]
+        rates = _link_rates(report, kind)
         if not rates:
             continue
-        middle = median_high(rate for rate, _ in rates)
-        slow = [(rate, pair) for rate, pair in sorted(rates) if rate < SLOW_LINK * middle]
+        middle = median_high(rates.values())
+        slow = sorted((rate, pair) for pair, rate in rates.items() if rate < SLOW_LINK * middle)
         for rank in sorted({rank for _, pair in slow for rank in pair}):
-            number, total = (sum(rank in pair for _, pair in pairs) for pairs in (slow, rates))
-            if number >= 3 and number > total / 2:
+            number = sum(rank in pair for _, pair in slow)
+            if number >= 3 and number > sum(rank in pair for pair in rates) / 2:
                 ends = f"{number} of the slow directions begin or end at rank {rank}"
                 yield WARNING, f"links {name}: {ends}: look at its NIC or port"
         for rate, (source, target) in slow[:8]:
-            share = f"{rate_text(rate)}, {rate / middle:.0%} of the median"
+            share = f"{format_bytes(rate)}/s, {rate / middle:.0%} of the median"
             yield WARNING, f"link {source} to {target} ({name}) carries {share}"
         if len(slow) > 8:
             yield WARNING, f"links {name}: {len(slow) - 8} more directions are slow"
         if not slow:
-            yield GOOD, f"links {name}: {rate_text(middle)} in the median, none below {SLOW_LINK:.0%} of that"
-
-
-def rate_text(rate: float) -> str:
-    """Return a rate in bytes/second with three digits and its unit."""
-    return f"{rate / 1e9:.3g} GB/s" if rate >= 1e9 else f"{rate / 1e6:.3g} MB/s"
+            yield GOOD, f"links {name}: {format_bytes(middle)}/s in the median, none below {SLOW_LINK:.0%} of that"
 
 
 def rank_tables(report: dict[str, Any]) -> list[Table]:
     """Return the tables: ranks, links, algorithms."""
-    ranks = []
-    for rank, facts in enumerate(report["ranks"]):
-        rates = ["-", "-"]
-        if report["kernels"]:
-            rows = report["kernels"][rank]
-            rates = [f"{kernel_rate(rows, kind) / 1e12:.3g}" for kind in ("attention", "linear")]
-        memory = format_bytes(facts["memory"])
-        ranks.append((str(rank), facts["host"], facts["device"], memory, *rates))
-    columns = ("rank", "host", "device", "memory", "attention, TFLOP/s", "products, TFLOP/s")
-    tables = [Table("Ranks", columns, tuple(ranks))]
+    ranks = tuple(
+        (str(rank), facts["host"], facts["device"], format_bytes(facts["memory"]))
+        for rank, facts in enumerate(report["ranks"])
+    )
+    tables = [Table("Ranks", ("rank", "host", "device", "memory"), ranks)]
     for kind, name in KINDS.items():
-        rows = [row for row in report["links"] if row["kind"] == kind]
-        if rows:
-            tables.append(_link_table(f"Links {name}, GB/s from the rank of the line", rows))
+        rates = _link_rates(report, kind)
+        ends = sorted({rank for pair in rates for rank in pair})
+        lines = tuple((str(a), *(f"{rates[a, b] / 1e9:.3g}" if (a, b) in rates else "" for b in ends)) for a in ends)
+        if rates:
+            tables.append(Table(f"Links {name}, GB/s from the rank of the line", ("", *map(str, ends)), lines))
     runs = tuple(
         (row["algorithm"], "-", f"refused: {row['refused']}")
         if "refused" in row
@@ -263,10 +246,3 @@ def rank_tables(report: dict[str, Any]) -> list[Table]:
     title = "One layer of attention, forward and backward"
     return [*tables, Table(title, ("algorithm", "ms", "result"), runs)] if runs else tables
 
-
-def _link_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
-    """Return the matrix of rates of a kind of links: from the rank of the line to that of the column."""
-    rates = {tuple(row["pair"]): row["there"] for row in rows} | {tuple(row["pair"][::-1]): row["back"] for row in rows}
-    ends = sorted({rank for pair in rates for rank in pair})
-    lines = tuple((str(a), *(f"{rates[a, b] / 1e9:.3g}" if (a, b) in rates else "" for b in ends)) for a in ends)
-    return Table(title, ("", *map(str, ends)), lines)

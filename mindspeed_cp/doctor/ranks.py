@@ -3,9 +3,9 @@
 Ranks agree over torchrun's store and not over the links that are measured: each gives rank 0 a row of JSON, and rank 0
 answers. So an error on any rank is a row of the report, and the others go on::
 
-    rank 0     facts  operator  kernels | pair (0, 1)  pair (0, 2) ..  | algorithms
-    rank 1     facts  operator  kernels | pair (0, 1)        -         |
-               no message between ranks | a group of two for each pair | a group of all, which needs every link
+    rank 0     facts  operator       | pair (0, 1)  pair (0, 2) ..  | algorithms
+    rank 1     facts  operator       | pair (0, 1)        -         |
+               no message of ranks   | a group of two for each pair | a group of all, which needs every link
 
 Rank 0 writes the report after every stage; a rank that dies ends the launch, and what was measured is in the file.
 """
@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,6 @@ from mindspeed_cp.device.versions import version_report
 from mindspeed_cp.doctor import LONG_CASES, SHORT_CASES, check_operator
 from mindspeed_cp.doctor.findings import findings, is_ok, rank_tables
 from mindspeed_cp.doctor.kernel_capability import write_json
-from mindspeed_cp.doctor.kernel_timing import KernelSizes, measure_kernels
 from mindspeed_cp.doctor.links import NO_ANSWER, Launch, LinkTimer, error_text, first_error, join_process_group
 from mindspeed_cp.doctor.machine import device_memory, device_name, machine_status, npu_versions, rank_device, versions
 from mindspeed_cp.doctor.operator import (
@@ -61,7 +60,6 @@ TIMED_RUNS = 3  # of an algorithm
 MAX_REFERENCE_RANKS = 64  # the batch that is compared with fp64 grows with the ranks up to these
 MAX_BROKEN_LINKS = 12  # after which no more are measured
 MAX_NODE_ROUNDS = 7  # of pairs of nodes: all pairs of 8 nodes; of more nodes, each meets 7
-KERNEL_SECONDS = 5.0
 ATTENTION = AttentionConfig(8, 8, 64)
 
 #: Variables that libraries of communication and devices read.
@@ -73,21 +71,19 @@ PREFIXES = (
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the measurements: tokens of a rank, type, rows of the largest timed tile, hidden size of the timed
-    matrix products, bytes of the largest message, and seconds until a silent link counts as hung."""
+    """Sizes of the measurements: tokens of a rank, type, bytes of a message, and seconds until a silent link counts as
+    hung."""
 
     tokens_per_rank: int
     dtype: str
-    longest: int
-    hidden_size: int
     message_bytes: int
     link_seconds: float
 
 
 #: Devices that are measured. HCCL itself waits 120 s for a connection.
 DEFAULTS = {
-    "cpu": Sizes(1024, "fp32", 1024, 512, 8 << 20, 20.0),
-    "npu": Sizes(8192, "bf16", 16384, 4096, 64 << 20, 150.0),
+    "cpu": Sizes(1024, "fp32", 8 << 20, 20.0),
+    "npu": Sizes(8192, "bf16", 64 << 20, 150.0),
 }
 
 
@@ -138,14 +134,13 @@ class StoreAgreement:
         return json.loads(self.store.get(key))
 
 
-def check_ranks(launch: Launch, report: Path, kind: str, *, link_seconds: float | None, as_json: bool) -> int:
+def check_ranks(launch: Launch, report: Path, kind: str, *, as_json: bool) -> int:
     """Take part in the check as one of the ranks that torchrun started.
 
     Args:
         launch: this rank.
         report: file that rank 0 writes.
         kind: a key of DEFAULTS.
-        link_seconds: seconds until a silent link counts as hung; None: the device's.
         as_json: True to print the report as JSON.
 
     Returns:
@@ -169,8 +164,7 @@ def check_ranks(launch: Launch, report: Path, kind: str, *, link_seconds: float 
             "rank 0 has started and that no firewall is between"
         ) from None
     agreement = StoreAgreement(dist.PrefixStore("doctor", store), launch.rank, launch.ranks)
-    sizes = replace(DEFAULTS[kind], link_seconds=link_seconds or DEFAULTS[kind].link_seconds)
-    check = RanksCheck(launch, agreement, report, kind, sizes)
+    check = RanksCheck(launch, agreement, report, kind)
     try:
         check.run(sys.stderr if as_json else sys.stdout)
     finally:
@@ -193,13 +187,14 @@ class RanksCheck:
         report: on rank 0, what was measured, as JSON values.
     """
 
-    def __init__(self, launch: Launch, agreement: StoreAgreement, path: Path, kind: str, sizes: Sizes) -> None:
-        self.launch, self.agreement, self._path, self._kind, self._sizes = launch, agreement, path, kind, sizes
+    def __init__(self, launch: Launch, agreement: StoreAgreement, path: Path, kind: str) -> None:
+        self.launch, self.agreement, self._path, self._kind = launch, agreement, path, kind
+        self._sizes = DEFAULTS[kind]
         self._timer: LinkTimer | None = None
         self.report: dict[str, Any] = {
             "format": FORMAT, "finished": False, "nodes": launch.nodes, "ranks_per_node": launch.ranks_per_node,
-            "device": kind, **asdict(sizes),
-            "ranks": [], "operator": [], "kernels": [], "links": [], "algorithms": [], "failures": [], "seconds": {},
+            "device": kind, **asdict(self._sizes),
+            "ranks": [], "operator": [], "links": [], "algorithms": [], "failures": [], "seconds": {},
         }  # fmt: skip
 
     def run(self, log: Any) -> None:
@@ -208,7 +203,7 @@ class RanksCheck:
         Raises:
             ConfigError: the report cannot be written.
         """
-        stages = (self._facts, self._operator, self._kernels, self._links, self._join, self._algorithms)
+        stages = (self._facts, self._operator, self._links, self._join, self._algorithms)
         for number, stage in enumerate(stages):
             name, start = stage.__name__.strip("_"), time.monotonic()
             self._write(name)
@@ -271,20 +266,6 @@ class RanksCheck:
             return {"checks": len(rows), "failed": [row for row in rows if not row["ok"]]}
 
         self._collect("operator", measure, self.report["operator"].extend)
-        return True
-
-    def _kernels(self) -> bool:
-        sizes, tokens = self._sizes, self._sizes.tokens_per_rank * self.launch.ranks
-        longest = max(1024, min(sizes.longest, tokens))
-        kernels = KernelSizes(ATTENTION, longest, sizes.hidden_size, DTYPES[sizes.dtype], KERNEL_SECONDS)
-
-        def measure() -> list[dict[str, Any]]:
-            with torch.no_grad():
-                rows = measure_kernels(rank_device(self._kind, self.launch.local_rank), kernels)
-            return [asdict(row) for row in rows]
-
-        self._collect("kernels", lambda: None)  # then all ranks measure at the same time, as in training
-        self._collect("kernels", measure, self.report["kernels"].extend)
         return True
 
     def _links(self) -> bool:
