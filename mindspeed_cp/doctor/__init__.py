@@ -19,18 +19,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mindspeed_cp.device.npu_profile import NpuProfile
 from mindspeed_cp.device.select import load_npu, npu_identity
 from mindspeed_cp.device.versions import version_report
 from mindspeed_cp.doctor.findings import report_lines, report_tables
-from mindspeed_cp.doctor.guarded import ROW_SECONDS, Failure, GuardedCall, run_guarded
-from mindspeed_cp.doctor.kernel_capability import (
-    CAPABILITY_CASES,
-    CapabilityCase,
-    capability_calls,
-    make_profile,
-    profile_row,
-)
+from mindspeed_cp.doctor.guarded import Failure, GuardedCall, run_guarded
+from mindspeed_cp.doctor.kernel_capability import capability_calls, make_profile, profile_row
 from mindspeed_cp.doctor.machine import (
     DEVICES,
     backend_status,
@@ -55,19 +48,11 @@ from mindspeed_cp.report.text import print_tables
 __all__ = ["LONG_CASES", "MAX_DIFFERENCE", "SHORT_CASES", "check_operator", "run_checks", "write_report"]
 
 
-def run_checks(
-    kind: str = "auto",
-    seed: int = 0,
-    row_seconds: float | None = None,
-    capabilities: Sequence[CapabilityCase] = CAPABILITY_CASES,
-) -> dict[str, Any]:
+def run_checks(kind: str = "auto") -> dict[str, Any]:
     """Inspect the machine and check the operators of its devices.
 
     Args:
         kind: "cpu", "cuda" or "npu": only this device, which must be present; "auto": every device that is present.
-        seed: seed of the random inputs.
-        row_seconds: time limit for a check of an NPU or GPU; None: ROW_SECONDS.
-        capabilities: rows of the profile of an NPU.
 
     Returns:
         {"ok", "requirements", "versions", "version_status", "machine", "devices", "backends", "communication",
@@ -91,17 +76,21 @@ def run_checks(
     if not all(row["ok"] for row in requirement_rows):  # the checks take minutes, and every operator call would fail
         checked.remove("npu")
     checks: list[dict[str, Any]] = []
-    profile: NpuProfile | None = None
+    profile: dict[str, Any] | None = None
     for name in checked:
+        calls = capability_calls() if name == "npu" else []
         cases = (*SHORT_CASES, *(LONG_CASES if name != "cpu" else ()))
-        rows, profile_of_device = check_operator(name, cases, seed, row_seconds, capabilities)
-        checks, profile = checks + rows, profile_of_device or profile
+        rows, results = check_operator(name, cases, calls=[call for *_, call in calls])
+        checks += rows
+        if calls:
+            measured = zip(calls, results, strict=True)
+            profile_rows = [profile_row(case, dtype, result) for (case, dtype, _), result in measured]
+            profile = make_profile(profile_rows, npu_identity()).model_dump()
     statuses = version_report()
     refused = [status for status in statuses if status.status == "refused"]
-    profile_content = None if profile is None else profile.model_dump()
-    rows = [*checks, *(profile_content or {"rows": []})["rows"], *requirement_rows]
+    all_rows = [*checks, *(profile or {"rows": []})["rows"], *requirement_rows]
     return {
-        "ok": bool(checks) and not refused and all(row["ok"] for row in rows),
+        "ok": bool(checks) and not refused and all(row["ok"] for row in all_rows),
         "requirements": requirement_rows,
         "versions": versions(statuses, bool(requirement_rows)),
         "version_status": [asdict(status) for status in statuses],
@@ -114,32 +103,25 @@ def run_checks(
             "hccl": devices["npu"]["count"] > 0,
         },
         "checks": checks,
-        "npu_profile": profile_content,
+        "npu_profile": profile,
     }
 
 
 def check_operator(
-    kind: str,
-    cases: Sequence[OperatorCase],
-    seed: int = 0,
-    row_seconds: float | None = None,
-    capabilities: Sequence[CapabilityCase] = (),
-    local_rank: int = 0,
-) -> tuple[list[dict[str, Any]], NpuProfile | None]:
-    """Check the operator of a device in every type, and of an NPU the rows of its profile.
+    kind: str, cases: Sequence[OperatorCase], local_rank: int = 0, calls: Sequence[GuardedCall] = ()
+) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Check the operator of a device in every type.
 
     On NPUs and GPUs the calls are made in a process of their own: one that raises, hangs or crashes is a failed row.
 
     Args:
         kind: "cpu", "npu" or "cuda".
         cases: cases of the operator; those that the device does not have are left out.
-        seed: seed of the inputs.
-        row_seconds: limit of a row; None: ROW_SECONDS.
-        capabilities: rows of the profile; empty: no profile.
         local_rank: number of the device.
+        calls: further calls for that process.
 
     Returns:
-        The rows of :func:`mindspeed_cp.doctor.operator.check`, and the profile of an NPU.
+        The rows of :func:`mindspeed_cp.doctor.operator.check`, and what the further calls return.
     """
     typed = [
         (dtype, case)
@@ -148,19 +130,14 @@ def check_operator(
         if (dtype != "fp16" or case.plan is None) and applies(kind, dtype, case)  # plans do not depend on the type
     ]
     if kind == "cpu":
-        return [check(kind, dtype, case, seed) for dtype, case in typed], None
-    rows = capability_calls(seed, capabilities) if kind == "npu" else []
-    calls = [GuardedCall(check, (kind, dtype, case, seed), case.name) for dtype, case in typed]
-    limit = ROW_SECONDS if row_seconds is None else row_seconds
-    results = run_guarded([*calls, *(call for *_, call in rows)], partial(rank_device, kind, local_rank), limit)
+        return [check(kind, dtype, case) for dtype, case in typed], []
+    guarded = [GuardedCall(check, (kind, dtype, case), case.name) for dtype, case in typed]
+    results = run_guarded([*guarded, *calls], partial(rank_device, kind, local_rank))
     checks = [
         failed_check(kind, dtype, case, result.error) if isinstance(result, Failure) else result
         for (dtype, case), result in zip(typed, results, strict=False)
     ]
-    if not rows:
-        return checks, None
-    measured = zip(rows, results[len(typed) :], strict=True)
-    return checks, make_profile([profile_row(case, dtype, row) for (case, dtype, _), row in measured], npu_identity())
+    return checks, results[len(typed) :]
 
 
 def write_report(report: dict[str, Any], *, as_json: bool) -> None:
@@ -169,5 +146,4 @@ def write_report(report: dict[str, Any], *, as_json: bool) -> None:
         print(json.dumps(report))
         return
     print_tables(report_tables(report))
-    for line in report_lines(report):
-        print(line)
+    print("\n".join(report_lines(report)))
