@@ -215,13 +215,9 @@ def _notes(options: SimulateOptions, settings: Settings, topology: Topology) -> 
     if model.expert_layers:
         notes.append("experts are counted as a dense FFN of the weights that a token visits, without their all-to-all")
     if topology.cluster is None:
-        notes.append(f"no cluster is named: speeds are those of {DEFAULT_CLUSTER}")
-        ranks_per_node = load_cluster(DEFAULT_CLUSTER).ranks_per_node
-        if topology.ranks_per_node > ranks_per_node:
-            notes.append(
-                f"nodes of {topology.ranks_per_node} ranks are imagined, each with a NIC and with links to all others; "
-                f"those of {DEFAULT_CLUSTER} have {ranks_per_node}"
-            )
+        notes.append(
+            f"no cluster is named: speeds are those of {DEFAULT_CLUSTER}, on nodes of {topology.ranks_per_node} ranks"
+        )
     notes += balance_notes(settings, "simulated are rows of one replica")
     if options.lengths is None and settings.data.balance == "time":
         notes.append("data.balance lays rows anew over replicas; simulated are rows as they are drawn")
@@ -240,12 +236,9 @@ def read_algorithms(text: str, own: Candidate | None = None) -> list[Candidate]:
     """
     algorithms = []
     words = [word.strip() for word in text.split(",") if word.strip()]
-    valid = f"valid: all, or {', '.join(ALGORITHMS)}"
     if not words:
-        raise ConfigError(f"--algorithms {text!r}: names no algorithm; {valid}")
+        raise ConfigError(f"--algorithms {text!r}: names no algorithm; valid: all, or {', '.join(ALGORITHMS)}")
     for word in list(ALGORITHMS) if words == ["all"] else words:
-        if word.partition(":")[0] == "all":
-            raise ConfigError(f"--algorithms {text!r}: all stands alone; {valid}")
         try:
             candidate = parse_candidate(word)
         except ConfigError as error:
