@@ -4,7 +4,7 @@ one machine    run_checks    machine.py            versions, devices
                              operator.py           the operator against fp64, in a process that may hang
                                                    or crash (guarded.py)
                              kernel_capability.py  the rows that make the profile of an NPU
-all ranks      ranks.py      the same facts and operators on every rank, links, and algorithms;
+all ranks      ranks.py      the same on every rank, links, and algorithms;
                              findings.py says what the figures mean
 a preset       calibrate.py  kernel_timing.py and links.py, fitted by mindspeed_cp/cluster
 """
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from mindspeed_cp.device.select import load_npu, npu_identity
 from mindspeed_cp.device.versions import version_report
-from mindspeed_cp.doctor.findings import report_lines, report_tables
+from mindspeed_cp.doctor.findings import machine_findings, report_tables
 from mindspeed_cp.doctor.guarded import Failure, GuardedCall, run_guarded
 from mindspeed_cp.doctor.kernel_capability import capability_calls, make_profile, profile_row
 from mindspeed_cp.doctor.machine import (
@@ -45,14 +45,15 @@ from mindspeed_cp.doctor.operator import (
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.report.text import print_tables
 
-__all__ = ["LONG_CASES", "MAX_DIFFERENCE", "SHORT_CASES", "check_operator", "run_checks", "write_report"]
+__all__ = ["LONG_CASES", "SHORT_CASES", "run_checks", "write_report"]
 
 
-def run_checks(kind: str = "auto") -> dict[str, Any]:
+def run_checks(kind: str = "auto", local_rank: int | None = None) -> dict[str, Any]:
     """Inspect the machine and check the operators of its devices.
 
     Args:
         kind: "cpu", "cuda" or "npu": only this device, which must be present; "auto": every device that is present.
+        local_rank: number of a rank's device, which is checked by fewer cases and without a profile; None: no rank.
 
     Returns:
         {"ok", "requirements", "versions", "version_status", "machine", "devices", "backends", "communication",
@@ -78,9 +79,10 @@ def run_checks(kind: str = "auto") -> dict[str, Any]:
     checks: list[dict[str, Any]] = []
     profile: dict[str, Any] | None = None
     for name in checked:
-        calls = capability_calls() if name == "npu" else []
-        cases = (*SHORT_CASES, *(LONG_CASES if name != "cpu" else ()))
-        rows, results = check_operator(name, cases, calls=[call for *_, call in calls])
+        calls = capability_calls() if name == "npu" and local_rank is None else []
+        long_cases = LONG_CASES if local_rank is None else LONG_CASES[:2]
+        cases = (*SHORT_CASES, *(long_cases if name != "cpu" else ()))
+        rows, results = check_operator(name, cases, local_rank or 0, [call for *_, call in calls])
         checks += rows
         if calls:
             measured = zip(calls, results, strict=True)
@@ -146,4 +148,5 @@ def write_report(report: dict[str, Any], *, as_json: bool) -> None:
         print(json.dumps(report))
         return
     print_tables(report_tables(report))
-    print("\n".join(report_lines(report)))
+    for level, text in machine_findings(report):
+        print(f"{level}: {text}")

@@ -19,36 +19,33 @@ Finding = tuple[str, str]
 KINDS = {"in_node": "inside nodes", "network": "between nodes"}
 
 
-def report_lines(report: dict[str, Any]) -> list[str]:
-    """Return what a report comes to: what failed, or that all is well."""
-    lines = []
+def machine_findings(report: dict[str, Any]) -> Iterator[Finding]:
+    """Yield (level, sentence) of what the report of a machine comes to: what failed, or that all is well."""
     for row in report["requirements"]:
         if not row["ok"]:
-            lines.append(f"FAILED: {row['error']}; nothing was run on the NPUs")
+            yield BAD, f"{row['error']}; nothing was run on the NPUs"
         elif "note" in row:
-            lines.append(f"note: {row['note']}")
+            yield WARNING, row["note"]
     for row in report["version_status"]:
         if row["status"] == "refused":
-            lines.append(f"FAILED: {row['package']} is {row['version']}: {row['reason']}")
-    failed = sum(not row["ok"] for row in report["checks"])
-    total = len(report["checks"])
+            yield BAD, f"{row['package']} is {row['version']}: {row['reason']}"
+    failed, total = [row for row in report["checks"] if not row["ok"]], len(report["checks"])
     profile = report["npu_profile"] or {"rows": []}
     if report["ok"]:
         rows = f"; so do all {len(profile['rows'])} rows of the npu backend's variants" if profile["rows"] else ""
-        lines.append(f"ok: all {total} checks of the attention operator agree with the fp64 reference{rows}")
+        yield GOOD, f"all {total} checks of the attention operator agree with the fp64 reference{rows}"
     elif failed:
-        lines.append(f"FAILED: {failed} of {total} checks of the attention operator differ from the fp64 reference")
+        first = f"first {failed[0]['case']} ({failed[0]['dtype']}): {_failure(failed[0])}"
+        yield BAD, f"{len(failed)} of {total} checks of the attention operator differ from the fp64 reference, {first}"
     elif not total and all(row["ok"] for row in report["requirements"]):
-        lines.append("FAILED: no backend of the attention operator runs here")
+        yield BAD, "no backend of the attention operator runs here"
     names = list(dict.fromkeys(row["name"] for row in profile["rows"] if not row["ok"]))
     if names:
         text = ", ".join(names[:6]) + f" and {len(names) - 6} more" * (len(names) > 6)
-        remedy = "train with the npu_profile of this device, which takes what passed (--npu-profile)"
-        lines.append(f"FAILED: {text}; {remedy}")
+        yield BAD, f"{text}; train with the npu_profile of this device, which takes what passed (--npu-profile)"
     npus = report["devices"]["npu"]["count"]
     if npus > 1:
-        lines.append(f"note: links are measured by torchrun --nproc-per-node {npus} -m mindspeed_cp doctor")
-    return lines
+        yield WARNING, f"links are measured by torchrun --nproc-per-node {npus} -m mindspeed_cp doctor"
 
 
 def report_tables(report: dict[str, Any]) -> list[Table]:
@@ -81,8 +78,7 @@ def _by_type(title: str, columns: Sequence[str], named: Sequence[tuple[tuple[str
     """Return a table with a row for each name and a column for each type."""
     rows: dict[tuple[str, ...], dict[str, str]] = {}
     for name, row in named:
-        worst, size = _worst(row)
-        text = f"{size:.1e} {row.get('kernel', '')}" if row["ok"] else f"FAILED {row['error'] or f'{worst} {size:.1e}'}"
+        text = f"{_worst(row)[1]:.1e} {row.get('kernel', '')}" if row["ok"] else f"FAILED {_failure(row)}"
         rows.setdefault(name, {})[row["dtype"]] = text.rstrip()
     texts = ((*name, *(by_type.get(dtype, "-") for dtype in DTYPES)) for name, by_type in rows.items())
     return Table(title, (*columns, *DTYPES), tuple(texts))
@@ -92,6 +88,11 @@ def _worst(row: dict[str, Any]) -> tuple[str, float]:
     """Return the name of the largest difference of a row, and its size; None in the row is not finite."""
     sizes = {name: math.inf if size is None else size for name, size in row["differences"].items()}
     return max(sizes.items(), key=lambda item: item[1], default=("nothing", 0.0))
+
+
+def _failure(row: dict[str, Any]) -> str:
+    name, size = _worst(row)
+    return row["error"] or f"{name} {size:.1e}, limit {row['limit']:.0e}"
 
 
 def _version_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -127,26 +128,15 @@ def is_ok(report: dict[str, Any]) -> bool:
 
 def findings(report: dict[str, Any]) -> list[Finding]:
     """Return (level, sentence) of all findings, the worst first."""
-    rows = [
-        *((BAD, f"{row['stage']}: {row['error']}") for row in report["failures"]),
-        *_operators(report), *_algorithms(report), *_ranks(report), *_links(report),
-    ]  # fmt: skip
+    rows = [(BAD, f"{row['stage']}: {row['error']}") for row in report["failures"]]
+    for rank, machine in enumerate(report["ranks"]):
+        rows += [(level, f"rank {rank}: {text}") for level, text in machine_findings(machine) if level == BAD]
+    rows += [*_algorithms(report), *_ranks(report), *_links(report)]
     return sorted(rows, key=lambda finding: (BAD, WARNING, GOOD).index(finding[0]))
 
 
-def _operators(report: dict[str, Any]) -> Iterator[Finding]:
-    for rank, row in enumerate(report["operator"]):
-        for check in row["failed"]:
-            worst, size = _worst(check)
-            text = check["error"] or f"{worst} differs from fp64 by {size:.1e}, limit {check['limit']:.0e}"
-            yield BAD, f"rank {rank}: the operator on {check['case']} ({check['dtype']}): {text}"
-    checks = sum(row["checks"] for row in report["operator"])
-    if checks and not any(row["failed"] for row in report["operator"]):
-        yield GOOD, f"all {checks} checks of the operator agree with the fp64 reference"
-
-
 def _algorithms(report: dict[str, Any]) -> Iterator[Finding]:
-    runs = [row for row in report["algorithms"] if "seconds" in row]
+    runs = [row for row in report["algorithms"] if "refused" not in row]
     wrong = [row for row in runs if row["wrong"] is not None]
     for row in wrong:
         yield BAD, f"{row['algorithm']}: {row['wrong']}"
@@ -156,9 +146,9 @@ def _algorithms(report: dict[str, Any]) -> Iterator[Finding]:
 
 def _ranks(report: dict[str, Any]) -> Iterator[Finding]:
     facts, per_node = report["ranks"], report["ranks_per_node"]
-    for rank, row in enumerate(facts):
-        for text in row["refused"]:
-            yield BAD, f"rank {rank}: {text}"
+    if facts and all(row["ok"] for row in facts):
+        checks = sum(len(row["checks"]) for row in facts)
+        yield GOOD, f"all {checks} checks of the operator agree with the fp64 reference"
     for text in differing_facts(facts):
         yield WARNING, f"ranks differ in {text}"
     hosts = [{row["host"] for row in facts[first : first + per_node]} for first in range(0, len(facts), per_node)]
@@ -171,8 +161,7 @@ def _ranks(report: dict[str, Any]) -> Iterator[Finding]:
 
 def differing_facts(facts: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield each fact that is not the same on all ranks: its values, each with the ranks that have it."""
-    own = ("device", "cores", "threads", "open_files")
-    flat = [{**{name: row[name] for name in own}, **row["versions"], **row["environment"]} for row in facts]
+    flat = [{"device": row["device"], **row["machine"], **row["versions"], **row["environment"]} for row in facts]
     for name in dict.fromkeys(name for row in flat for name in row):
         values: dict[str, list[int]] = {}
         for rank, row in enumerate(flat):
@@ -238,11 +227,11 @@ def rank_tables(report: dict[str, Any]) -> list[Table]:
         if rates:
             tables.append(Table(f"Links {name}, GB/s from the rank of the line", ("", *map(str, ends)), lines))
     runs = tuple(
-        (row["algorithm"], "-", f"refused: {row['refused']}")
+        (row["algorithm"], f"refused: {row['refused']}")
         if "refused" in row
-        else (row["algorithm"], f"{row['seconds'] * 1e3:,.2f}", "ok" if row["wrong"] is None else "WRONG")
+        else (row["algorithm"], "ok" if row["wrong"] is None else "WRONG")
         for row in report["algorithms"]
     )
-    title = "One layer of attention, forward and backward"
-    return [*tables, Table(title, ("algorithm", "ms", "result"), runs)] if runs else tables
+    title = "Attention over all ranks, forward and backward, beside fp64"
+    return [*tables, Table(title, ("algorithm", "result"), runs)] if runs else tables
 
