@@ -119,7 +119,7 @@ def read_lengths(text: str) -> np.ndarray | None:
     path = Path(text)
     if not os.path.isfile(text):  # False also for what no file can be named
         if re.match(r"\s*\[?\s*[-+]?\d", text) and path.suffix == "":
-            return read_numbers(text, f"--lengths {_shown(text)!r}")
+            return _parse_numbers([(None, text)], f"--lengths {_shown(text)!r}")
         what = "is a folder" if os.path.isdir(text) else "no such set or file"
         hint, sets = did_you_mean(closest_names(text.lower(), length_names())), ", ".join(length_names())
         raise ConfigError(f"--lengths {text!r}: {what}; {hint}valid: {VALID_LENGTHS}; sets: {sets}")
@@ -133,11 +133,6 @@ def read_lengths(text: str) -> np.ndarray | None:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise ConfigError(f"--lengths {path}: cannot be read: {reason}") from None
-
-
-def read_numbers(text: str, name: str) -> np.ndarray:
-    """Return lengths given as text, int64 [documents]; `name` is the option with its value, for errors."""
-    return _parse_numbers([(None, text)], name)
 
 
 def _shown(text: str) -> str:

@@ -88,9 +88,6 @@ class PlanOptions(CaseOptions):
     mindspeed-cp plan --lengths 700,30,4100 --algorithm hybrid --set ulysses_degree=2 --png map.png
     """
 
-    kv_lengths: Annotated[
-        str | None, typer.Option(help="Cross-attention: lengths of each document's keys; full mask only.")
-    ] = None
     mask: Annotated[str, typer.Option(help="causal or full.")] = "causal"
     algorithm: Annotated[str | None, typer.Option(help="Name, as in the settings; its options are given by --set.")] = (
         None

@@ -14,7 +14,7 @@ from mindspeed_cp.cli.case import (
     read_batches,
     read_options,
 )
-from mindspeed_cp.cli.lengths import check_memory, read_lengths, read_numbers, simulation_limit
+from mindspeed_cp.cli.lengths import check_memory, read_lengths, simulation_limit
 from mindspeed_cp.cli.options import PlanOptions, SimulateOptions
 from mindspeed_cp.config import Settings
 from mindspeed_cp.config.derived import rank_attention
@@ -45,14 +45,11 @@ def run(options: PlanOptions) -> int:
         )
     file = read_options(options, BUILT_IN)
     settings, documents = _settings_and_documents(options, file)
-    keys = None
-    if options.kv_lengths is not None:
-        keys = Documents(read_numbers(options.kv_lengths, f"--kv-lengths {options.kv_lengths!r}"))
     attention = replace(rank_attention(settings), mask=options.mask)
     suite = settings.context_parallel_suite
-    check_memory(documents if keys is None else keys, suite.topology.ranks, suite.algorithm)
+    check_memory(documents, suite.topology.ranks, suite.algorithm)
     plan_options = settings.plan_options if has_linear_part(file) else suite.options
-    plan = build_plan(documents, suite.topology, attention, suite.algorithm, kv_documents=keys, **plan_options)
+    plan = build_plan(documents, suite.topology, attention, suite.algorithm, **plan_options)
     layer = layer_cost(file, settings, attention)
     modelled = modelled_time(plan, attention, layer, simulation_limit(plan.documents.lengths, plan.ranks))
     notes = balance_notes(settings, "shown is the plan of one replica's row")

@@ -215,7 +215,7 @@ def test_a_bad_line_of_a_lengths_file_is_named_by_its_number(
     [
         ("", ("settings file", "--lengths", "prolong, wikipedia")),
         ("--lengths wikipeda", ("did you mean wikipedia?", "prolong, wikipedia")),
-        ("--lengths none.txt", ("no such file", "prolong, wikipedia")),
+        ("--lengths none.txt", ("no such set or file", "prolong, wikipedia")),
         ("--lengths 0,0", ("no tokens",)),
         ("--lengths 0,0 --batches 2", ("no document with a token",)),
         ("--lengths ''", ("--lengths ''", "prolong, wikipedia")),
@@ -249,7 +249,7 @@ def test_a_bad_line_of_a_lengths_file_is_named_by_its_number(
                 "--algorithms hierarchical:fetch_pieces=0: hierarchical: fetch_pieces is 0; valid: a whole number of pieces >= 1",
             ),
         ),
-        ("--lengths 700 --algorithms all,ring", ("all stands alone",)),
+        ("--lengths 700 --algorithms all,ring", ("--algorithms all: ",)),
         ("--lengths 700 --algorithms ,", ("names no algorithm", "hierarchical")),
         ("--lengths 700 --png a.jpg", ("'.jpg'", ".png")),
         ("--lengths 700 --trace none/a.json", ("there is no folder none",)),

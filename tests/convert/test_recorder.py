@@ -25,7 +25,6 @@ COMMANDS = [
     ('A=(--x 1); A+=(--y); [ "$MISSING" ] || A+=(--z)\npython a.py "${A[@]}"', [("python", "a.py", "--x", "1", "--y", "--z")]),
     ("nohup torchrun a.py --x > log.txt 2>&1 &", [("torchrun", "a.py", "--x")]),
     ("torchrun a.py 2>&1 | tee logs/x.log", [("torchrun", "a.py")]),
-    ("torchrun a.py > logs/here/x.log", [("torchrun", "a.py")]),
     ("env A=3 timeout 9 numactl -N 0 bash -c 'python a.py $A'", [("python", "a.py", "3")]),
     ('srun -N 2 --export=ALL bash -c "torchrun a.py --n $(seq 2 | tail -1)"', [("torchrun", "a.py", "--n", "2")]),
     ("export PATH=/usr/local/bin:/usr/bin:/bin:$PATH\npython3 a.py", [("python3", "a.py")]),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -81,6 +79,9 @@ def test_no_row_hides_a_later_one() -> None:
         general = [number for number, key in enumerate(keys) if key == (None, "")]
         assert general in ([], [len(rows) - 1]), flag
 
+
+LLAMA3 = ["--rope-scaling-type", "llama3", "--rope-scaling-factor", "8", "--low-freq-factor", "1.0",
+          "--high-freq-factor", "4.0", "--original-max-position-embeddings", "8192"]  # fmt: skip
 
 #: Flags, one of them, and its outcome, or what it became; None: no row, and it stays.
 CASES: list[tuple[list[str], str, Outcome | str | None]] = [
@@ -162,7 +163,22 @@ CASES: list[tuple[list[str], str, Outcome | str | None]] = [
     (["--is-pairwise-dataset"], "--is-pairwise-dataset", Outcome.REFUSED),
     (["--hybrid-context-parallel"], "--hybrid-context-parallel", Outcome.REFUSED),
     (["--fix-sub-seq-length", "512"], "--fix-sub-seq-length", Outcome.REFUSED),
-]
+    *((LLAMA3, flag, Outcome.REFUSED) for flag in LLAMA3[::2]),
+    (["--low-freq-factor", "1"], "--low-freq-factor", Outcome.STAYS),
+    (["--rope-scaling-type", "yarn"], "--rope-scaling-type", Outcome.REFUSED),
+    (["--first-k-dense-replace", "3"], "--first-k-dense-replace", Outcome.REFUSED),
+    (["--first-k-dense-replace", "-1"], "--first-k-dense-replace", Outcome.STAYS),
+    (["--dynamic-factor", "6"], "--dynamic-factor", Outcome.REFUSED),
+    (["--dynamic-factor", "1.0"], "--dynamic-factor", Outcome.STAYS),
+    (["--moe-device-level-aux-loss-coeff", "0.05"], "--moe-device-level-aux-loss-coeff", Outcome.REFUSED),
+    (["--moe-comm-aux-loss-coeff", "0.02"], "--moe-comm-aux-loss-coeff", Outcome.REFUSED),
+    (["--moe-device-level-aux-loss-coeff", "0."], "--moe-device-level-aux-loss-coeff", Outcome.STAYS),
+    (["--moe-comm-aux-loss-coeff", "0."], "--moe-comm-aux-loss-coeff", Outcome.STAYS),
+    *((["--moe-router-load-balancing-type", kind], "--moe-router-load-balancing-type", Outcome.REFUSED)
+      for kind in ("group_limited_greedy", "softmax_topk", "pai_megatron_aux_loss", "sparsemixer_topk")),
+    (["--position-embedding-type", "alibi", "--spec", "a", "b"], "--spec", Outcome.BY_HAND),
+    (["--num-experts", "8", "--moe-aux-loss-coeff", "0.01", "--cp-plan-pool"], "--cp-plan-pool", Outcome.REFUSED),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("flags", "flag", "expected"), CASES)
@@ -269,50 +285,14 @@ def test_any_words_give_a_result_or_a_line(words: list[str]) -> None:
             assert word in kept
 
 
-LLAMA3 = ["--rope-scaling-type", "llama3", "--rope-scaling-factor", "8", "--low-freq-factor", "1.0",
-          "--high-freq-factor", "4.0", "--original-max-position-embeddings", "8192"]  # fmt: skip
-
-#: Cases of conditions that no case above meets, or misses.
-OTHER_CASES: list[tuple[list[str], str, Outcome]] = [
-    *((LLAMA3, flag, Outcome.REFUSED) for flag in LLAMA3[::2]),
-    (["--low-freq-factor", "1"], "--low-freq-factor", Outcome.STAYS),
-    (["--rope-scaling-type", "yarn"], "--rope-scaling-type", Outcome.REFUSED),
-    (["--first-k-dense-replace", "3"], "--first-k-dense-replace", Outcome.REFUSED),
-    (["--first-k-dense-replace", "-1"], "--first-k-dense-replace", Outcome.STAYS),
-    (["--dynamic-factor", "6"], "--dynamic-factor", Outcome.REFUSED),
-    (["--dynamic-factor", "1.0"], "--dynamic-factor", Outcome.STAYS),
-    (["--moe-device-level-aux-loss-coeff", "0.05"], "--moe-device-level-aux-loss-coeff", Outcome.REFUSED),
-    (["--moe-comm-aux-loss-coeff", "0.02"], "--moe-comm-aux-loss-coeff", Outcome.REFUSED),
-    (["--moe-device-level-aux-loss-coeff", "0."], "--moe-device-level-aux-loss-coeff", Outcome.STAYS),
-    (["--moe-comm-aux-loss-coeff", "0."], "--moe-comm-aux-loss-coeff", Outcome.STAYS),
-    *((["--moe-router-load-balancing-type", kind], "--moe-router-load-balancing-type", Outcome.REFUSED)
-      for kind in ("group_limited_greedy", "softmax_topk", "pai_megatron_aux_loss", "sparsemixer_topk")),
-    (["--num-experts", "8", "--moe-flex-dispatcher-backend", "hybridep", "--moe-token-dispatcher-type", "flex"], "--moe-flex-dispatcher-backend", Outcome.REFUSED),
-    (["--num-experts", "8", "--mlp-chunks-for-training", "2"], "--mlp-chunks-for-training", Outcome.REFUSED),
-    (["--sequence-parallel", "--defer-embedding-wgrad-compute"], "--defer-embedding-wgrad-compute", Outcome.REFUSED),
-    (["--multi-latent-attention", "--rotary-interleaved"], "--rotary-interleaved", Outcome.REFUSED),
-    (["--multi-latent-attention", "--no-rope-freq", "4"], "--no-rope-freq", Outcome.REFUSED),
-    (["--multi-latent-attention", "--q-lora-rank", "8", "--qk-layernorm", "--tensor-model-parallel-size", "2"], "--qk-layernorm", Outcome.REFUSED),
-    (["--num-experts", "8", "--moe-router-load-balancing-type", "aux_loss", "sinkhorn"], "--moe-router-load-balancing-type", Outcome.REFUSED),
-    (["--position-embedding-type", "alibi", "--spec", "a", "b"], "--spec", Outcome.BY_HAND),
-    (["--num-experts", "8", "--moe-aux-loss-coeff", "0.01", "--cp-plan-pool"], "--cp-plan-pool", Outcome.REFUSED),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("flags", "flag", "expected"), OTHER_CASES)
-def test_a_value_is_refused_beside_the_flags_that_it_contradicts(
-    flags: list[str], flag: str, expected: Outcome
-) -> None:
-    assert outcome(flag, *flags)[0] is expected
-
-
 def read_values(flags: list[str]) -> dict[str, tuple[str, ...]]:
     _, read = read_flags([*BASE, *flags], ARITIES)
     return {flag.name: flag.values for flag in read}
 
 
 def test_every_condition_holds_for_some_flags_and_not_for_others() -> None:
-    launches = [read_values(flags) for flags, _, _ in (*CASES, *OTHER_CASES)]
+    launches = [read_values(flags) for flags, _, _ in CASES]
+    launches += [read_values([*flags, flag_of(name), *BAD.get(flag_of(name), ())]) for name, flags in BESIDE.items()]
     scheduled = {"--hybrid-context-parallel": ()}
     givens = [Given(values, {}) for values in launches]
     givens += [Given(values, {"algorithm": "hierarchical"}) for values in ({}, scheduled)]
@@ -322,17 +302,11 @@ def test_every_condition_holds_for_some_flags_and_not_for_others() -> None:
     for row in rows:
         if row.when:
             flag = row.flag if isinstance(row, FlagRule) else row.words[0]
-            bad = [Given({**given.values, flag: (BAD.get(flag, "1"),)}, given.settings) for given in givens]
+            bad = [Given({**given.values, flag: BAD.get(flag, ("1",))}, given.settings) for given in givens]
             results = {row.holds(given) for given in (*givens, *bad)}
             if results != {True, False}:
                 undecided[flag, row.when] = results
     assert not undecided and len(conditions) > 20
-
-
-#: Values that are refused, where 1 is not.
-BAD = {"--gtp-weight-remat-size": "2", "--expert-gtp-weight-remat-size": "2", "--mlp-chunks-for-training": "2",
-       "--moe-flex-dispatcher-backend": "hybridep", "--transformer-impl": "inference_optimized",
-       "--moe-router-load-balancing-type": "sinkhorn", "--pre-tockens": "1"}  # fmt: skip
 
 
 def row_of(flag: str, *flags: str) -> Change:
@@ -397,12 +371,8 @@ VALUES = {
     "pipeline_model_parallel_split_rank": ("1", None), "logits_load_dir": ("x", None), "logits_save_dir": ("x", None),
 }  # fmt: skip
 
-
-#: Settings that meet the conditions of all rules.
-SETTINGS = dict(
-    context_parallel_size=2, sequence_parallel=True, multi_latent_attention=True, q_lora_rank=8, num_moe_experts=8,
-    tensor_model_parallel_size=2, moe_token_dispatcher_type="flex", expert_model_parallel_size=2,
-)  # fmt: skip
+#: Refused values by flag.
+BAD = {flag_of(name): tuple(refused.split()) for name, (refused, _) in VALUES.items()}
 
 
 def is_refused(setting: str, words: list[str], *beside: str) -> bool:
@@ -435,14 +405,3 @@ def test_a_setting_with_rows_of_its_own_has_a_row_or_an_added_flag() -> None:
     settings = {rule.setting for group in ("model", "arguments", "mindspeed") for rule in unsupported(group)}
     assert set(OWN_ROWS) <= settings
     assert {setting for setting in OWN_ROWS if flag_of(setting) not in ARITIES} == added
-
-
-def test_refused_values_of_the_cases_are_refused_by_the_rules() -> None:
-    assert {*VALUES, *BESIDE} <= {rule.setting for rule in SHARED}
-    for rule in SHARED:
-        if rule.setting in VALUES:
-            words = VALUES[rule.setting][0].split()
-            value = words if ARITIES[flag_of(rule.setting)] < 0 else words[0]
-            number = value if isinstance(value, list) or not value.replace(".", "").isdigit() else float(value)
-            settings = Namespace(**{**SETTINGS, rule.setting: number})
-            assert rule.problem(settings) is not None, rule.setting

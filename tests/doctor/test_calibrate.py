@@ -140,7 +140,7 @@ class DoubledKernels(CudaAttention):
 
 
 def test_kernels_of_a_gpu_are_compared_and_its_preset_is_for_it_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a CPU, which only the names of a GPU are given to."""
     monkeypatch.setattr(calibrate, "rank_device", lambda kind, rank: torch.device("cpu"))
@@ -148,9 +148,8 @@ def test_kernels_of_a_gpu_are_compared_and_its_preset_is_for_it_alone(
     monkeypatch.setattr(kernel_timing, "CudaAttention", DoubledKernels)
     options = ("--device", "cuda", "--longest", "450", "--heads", "2", "--head-dim", "32")
     code, out = calibrated(monkeypatch, tmp_path, IN_NODE, *options)
-    assert code == 0 and "450 x 450" in capsys.readouterr().out
     cluster = load_cluster(str(out))
-    assert cluster.device == "H300" and {time.kernel for time in cluster.kernel_times} == {"flash", "tiles"}
+    assert code == 0 and cluster.device == "H300" and {time.kernel for time in cluster.kernel_times} == {"flash", "tiles"}
     assert [(time.rows, time.keys) for time in cluster.kernel_times[::2]] == [
         (56, 84),
         (56, 450),
@@ -198,6 +197,7 @@ def test_several_nodes_are_measured_under_a_launcher(tmp_path: Path) -> None:
     [
         ("out.txt", "out.txt: the suffix is '.txt'; valid: a file name with .yaml or .yml"),
         ("no/out.yaml", "there is no folder no; create it"),
+        ("settings.yaml", "settings.yaml: is there, and no preset that calibrate wrote; give the name of a new file"),
         ("out.yaml --device gpu", "--device gpu: cannot be calibrated; valid: auto, cpu, npu, cuda"),
         ("out.yaml --dtype fp8", "--dtype fp8: valid: bf16, fp16, fp32"),
         ("out.yaml", "links are measured among ranks; start torchrun --nproc-per-node 2 -m mindspeed_cp calibrate"),
@@ -213,6 +213,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     arguments: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("settings.yaml").write_text("model: {num_layers: 2}\n")
     device = [] if "--device" in arguments else ["--device", "cpu"]
     assert run(["calibrate", *arguments.split(), *device]) == 2
     captured = capsys.readouterr()

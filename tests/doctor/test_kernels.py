@@ -99,6 +99,6 @@ def test_one_thread_is_one_and_a_reason_is_given_once() -> None:
     assert devices.rows == (("npu", "0", REASON, "no"),)
     assert checks.rows == (
         ("cpu", "sliding window", "3.0e-07", "-", "3.0e-07"),
-        ("cpu", "full mask", "FAILED dv 5.0e-01", "-", "FAILED gave no result within 60 s"),
+        ("cpu", "full mask", "FAILED dv 5.0e-01, limit 1e-05", "-", "FAILED gave no result within 60 s"),
         ("cuda", "full mask", "3.0e-07 tiles", "-", "-"),
     )
