@@ -38,14 +38,6 @@ def convert(
             help="A variable of the script's environment; NAME alone: with its value here. Repeatable.",
         ),
     ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Give a setting in place of what a flag says, such as algorithm=direct. Repeatable.",
-        ),
-    ] = None,
     as_json: AsJson = False,
 ) -> int:
     """Turn Megatron's and MindSpeed's context-parallel flags into settings and the flags that remain, and say why.
@@ -73,13 +65,13 @@ def convert(
     path, started, header = str(output or "suite.yaml"), "", ""
     if is_script:
         environment = dict(map(_read_variable, env or []))
-        launch, conversion = convert_script(words[0], words[1:], overrides or (), path, environment=environment)
+        launch, conversion = convert_script(words[0], words[1:], path, environment)
         started = " ".join((*launch.launcher, launch.entry or ""))
         header = f"# Made from {words[0]} by mindspeed-cp convert.\n"
     elif env:
         raise ConfigError("--env: needs a launch script in place of flags")
     else:
-        conversion = convert_flags(words, overrides or (), path)
+        conversion = convert_flags(words, path)
     written = []
     if output is not None and conversion.settings is not None:
         output.write_text(header + conversion.yaml(), "utf-8")

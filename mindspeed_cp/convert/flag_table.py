@@ -21,6 +21,9 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.schema.unsupported import CONDITIONS as CONFIG_CONDITIONS
 from mindspeed_cp.schema.unsupported import Unsupported, unsupported
 
+_SAMPLES = ("--is-instruction-dataset", "--pack", "--neat-pack")  # MindSpeed-LLM's trainer makes the batches
+_SCHEDULERS = ("--hybrid-context-parallel", "--dynamic-context-parallel")  # of samples over ranks of all replicas
+
 MANY = -1  # arity of a flag that takes all words up to the next flag
 ANY = -2  # the same, or no word at all
 
@@ -122,11 +125,9 @@ class Given:
 
     Attributes:
         values: values of each flag as it counts (the last one of a name).
-        settings: keys of context_parallel_suite that the user gave beside the flags.
     """
 
     values: Mapping[str, tuple[str, ...]]
-    settings: Mapping[str, object]
 
     def has(self, *flags: str) -> bool:
         """Return True if one of these flags is given."""
@@ -144,19 +145,11 @@ class Given:
 
     @property
     def algorithm(self) -> str:
-        """Name of the algorithm as the flags give it: MindSpeed's flag counts before Megatron's."""
+        """Name of the algorithm as the flags give it: schedulers of samples first, then MindSpeed's flag."""
+        if self.has(*_SCHEDULERS):
+            return "hierarchical"
         names = self.values.get("--context-parallel-algo") or self.values.get("--cp-comm-type") or ("p2p",)
-        return str(self.settings.get("algorithm", names[0] if len(set(names)) == 1 else "several"))
-
-    @property
-    def is_hybrid(self) -> bool:
-        """True for Ulysses inside and a ring outside."""
-        return self.algorithm in ("hybrid_cp_algo", "a2a+p2p", "hybrid")
-
-    @property
-    def has_windows_of_ranks(self) -> bool:
-        """True if rings are to be double rings."""
-        return self.value("--cp-window-size", "1") not in ("0", "1")
+        return names[0] if len(set(names)) == 1 else "several"
 
     @property
     def positions(self) -> str:
@@ -202,7 +195,6 @@ class FlagRule:
         becomes: REPLACED: new value; REFUSED: the alternative; by hand: what to do.
         when: condition on the other flags in words; empty: always.
         holds: tests it.
-        key: REFUSED: key of context_parallel_suite that, given by --set, decides in place of the flag.
     """
 
     flag: str
@@ -214,7 +206,6 @@ class FlagRule:
     becomes: str = ""
     when: str = ""
     holds: Callable[[Given], bool] = _always
-    key: str = ""
 
     def fits(self, values: tuple[str, ...], given: Given) -> bool:
         """Return True if the rule is for these values of the flag beside the other flags."""
@@ -239,13 +230,8 @@ class Added:
     by_hand: str
 
 
-_SAMPLES = ("--is-instruction-dataset", "--pack", "--neat-pack")  # MindSpeed-LLM's trainer makes the batches
-_SCHEDULERS = ("--hybrid-context-parallel", "--dynamic-context-parallel")  # of samples over ranks of all replicas
-
-
 def _is_double_ring(given: Given) -> bool:
-    is_ring = given.algorithm in ("megatron_cp_algo", "p2p", "ring", "double_ring")
-    return is_ring and given.has_windows_of_ranks and given.settings.get("algorithm") != "ring"
+    return given.algorithm in ("megatron_cp_algo", "p2p") and given.value("--cp-window-size", "1") not in ("0", "1")
 
 
 def _has_experts(given: Given) -> bool:
@@ -256,13 +242,9 @@ def _has_own_spec(given: Given) -> bool:
     return not given.has("--spec") and given.positions != "alibi"
 
 
-def _places_documents(given: Given) -> bool:
-    return given.settings.get("algorithm") == "hierarchical"
-
-
 def _schedules_samples(given: Given) -> bool:
     hinders = any(CONFIG_CONDITIONS[name](given.config) for name in ("multi-token prediction", "losses of experts"))
-    return given.has(*_SCHEDULERS) and _places_documents(given) and not hinders
+    return given.has(*_SCHEDULERS) and not hinders
 
 
 def _shows_fewer_keys(given: Given) -> bool:
@@ -294,11 +276,11 @@ def _is_llama3_of_megatron(given: Given) -> bool:
 CONDITIONS: Mapping[str, Callable[[Given], bool]] = {
     "beside `--context-parallel-algo`": lambda given: given.has("--context-parallel-algo"),
     "ring, `--cp-window-size` above 1": _is_double_ring,
-    "hybrid": lambda given: given.is_hybrid,
-    "hybrid, above 1": lambda given: given.is_hybrid and given.has_windows_of_ranks,
-    "`--set algorithm=hierarchical`": _places_documents,
-    "`--hybrid-context-parallel` or `--dynamic-context-parallel`, `--set algorithm=hierarchical`, neither "
-    "`--mtp-num-layers` nor losses of experts": _schedules_samples,
+    "hybrid": lambda given: given.algorithm in ("hybrid_cp_algo", "a2a+p2p"),
+    "beside `--hybrid-context-parallel` or `--dynamic-context-parallel`": lambda given: given.has(*_SCHEDULERS),
+    "`--hybrid-context-parallel` or `--dynamic-context-parallel`, neither `--mtp-num-layers` nor losses of experts": (
+        _schedules_samples
+    ),
     "learned positions without `--reset-position-ids`": lambda given: (
         given.positions == "learned_absolute"
         and not given.has("--use-rotary-position-embeddings", "--reset-position-ids")
@@ -361,7 +343,6 @@ def _flag_rules(row: dict[str, Any]) -> list[FlagRule]:
             becomes=ANOTHER_MODEL if row.get("instead") == "none" else becomes,
             when=when,
             holds=_condition(when, flag),
-            key=row.get("key", ""),
         )
         for flag in row["flag"].split()
         for value in row.get("is", [None])

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
 
-from mindspeed_cp.algorithms import AUTO
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.config.candidates import SUITE_SECTION
 from mindspeed_cp.config.suite import read_algorithm
@@ -35,7 +34,7 @@ from mindspeed_cp.convert.recorder import record
 from mindspeed_cp.convert.sizes import read_sizes
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.schema.messages import format_value
-from mindspeed_cp.schema.yaml_file import SettingsFile, apply_overrides, with_file_location
+from mindspeed_cp.schema.yaml_file import SettingsFile, with_file_location
 
 #: The algorithm that Megatron takes where no flag names one.
 MEGATRON_ALGORITHM = "p2p"
@@ -135,12 +134,11 @@ class Conversion:
         return {SUITE_SECTION: self.settings, **self.sections, **values}
 
 
-def convert_flags(words: Sequence[str], overrides: Iterable[str] = (), output: str = "suite.yaml") -> Conversion:
+def convert_flags(words: Sequence[str], output: str = "suite.yaml") -> Conversion:
     """Convert flags as a training script takes them.
 
     Args:
         words: flags and their values, each a word.
-        overrides: settings `key=value` that take precedence over flags.
         output: path of the settings, for the flag that names it.
 
     Raises:
@@ -153,15 +151,13 @@ def convert_flags(words: Sequence[str], overrides: Iterable[str] = (), output: s
         )
     if (work := other_work(launch)) is not None:
         raise ConfigError(f"the flags are of {work}; give those of a training with PyTorch")
-    return convert_launch(launch, overrides, output)
+    return convert_launch(launch, output)
 
 
 def convert_script(
     path: str | Path,
     arguments: Sequence[str] = (),
-    overrides: Iterable[str] = (),
     output: str = "suite.yaml",
-    *,
     environment: Mapping[str, str] | None = None,
 ) -> tuple[Launch, Conversion]:
     """Convert what a launch script starts: it is run with recorders in place of programs.
@@ -169,22 +165,21 @@ def convert_script(
     Args:
         path: the script.
         arguments: its arguments.
-        overrides, output: as for flags.
+        output: path of the settings, for the flag that names it.
         environment: variables of its environment, which is small without them.
 
     Raises:
         ConfigError: the script cannot be read, it starts no training or several, or as for flags.
     """
     launch = find_launch(record(path, arguments, environment), str(path))
-    return launch, convert_launch(launch, overrides, output)
+    return launch, convert_launch(launch, output)
 
 
-def convert_launch(launch: Launch, overrides: Iterable[str] = (), output: str = "suite.yaml") -> Conversion:
+def convert_launch(launch: Launch, output: str = "suite.yaml") -> Conversion:
     """Convert the flags of a launch; see :func:`convert_flags`."""
-    override_file = _override_file(overrides)
     words, flags = read_flags(launch.words, ARITIES)
-    given = Given({flag.name: flag.values for flag in flags}, override_file.data[SUITE_SECTION])
-    work = _Work(given, override_file)
+    given = Given({flag.name: flag.values for flag in flags})
+    work = _Work(given)
     last = {flag.name: number for number, flag in enumerate(flags)}
     for number, flag in enumerate(flags):
         work.convert(flag, counts=last[flag.name] == number)
@@ -207,7 +202,6 @@ class _Work:
 
     Attributes:
         given: the flags as conditions read them.
-        overrides: settings of the user.
         settings: keys of the settings, with value and the flag that gave it.
         remaining: words of the remaining command line.
         added: words that are added to it.
@@ -215,7 +209,6 @@ class _Work:
     """
 
     given: Given
-    overrides: SettingsFile
     settings: dict[str, tuple[Any, str]] = field(default_factory=dict)
     remaining: list[str] = field(default_factory=list)
     added: list[str] = field(default_factory=list)
@@ -233,27 +226,15 @@ class _Work:
         elif not counts and rule.outcome is not Outcome.STAYS:
             outcome = Outcome.STAYS if rule.outcome.stays else Outcome.REMOVED
             self._row(flag, outcome, "", "a later one takes precedence")
-        elif taken := self._overridden(rule):
-            self._row(flag, Outcome.REMOVED, "", f"--set {_settings_text(taken, '=')} takes its place")
         else:
             self._apply(rule, flag)
-
-    def _overridden(self, rule: FlagRule) -> dict[str, Any]:
-        """Return the user's settings if they decide all that a row would; empty if the row is applied."""
-        keys = (rule.key,) if rule.key else tuple(key for key, _ in rule.settings)
-        given = self.given.settings
-        return {key: given[key] for key in keys} if keys and all(key in given for key in keys) else {}
 
     def _apply(self, rule: FlagRule, flag: Flag) -> None:
         became = rule.becomes
         if rule.settings:
-            settings = {
-                key: _read_value(flag) if value is None else value
-                for key, value in rule.settings
-                if key not in self.given.settings
-            }
+            settings = {key: _read_value(flag) if value is None else value for key, value in rule.settings}
             self.settings |= {key: (value, flag.text) for key, value in settings.items()}
-            became = _settings_text(settings, ": ")
+            became = ", ".join(f"{key}: {format_value(value).strip(chr(34))}" for key, value in settings.items())
         if rule.outcome is Outcome.REPLACED:
             became = f"{flag.name} {rule.becomes}"
             self.remaining += [flag.name, rule.becomes]
@@ -282,17 +263,16 @@ class _Work:
             reason = "--context-parallel-size is not given: Megatron's default is one rank"
             self.changes.append(Change("context_parallel_size", Outcome.SETTING, "context_parallel_size: 1", reason))
         named = self.given.has("--context-parallel-algo", "--cp-comm-type")
-        if not named and "algorithm" not in {*self.settings, *self.given.settings}:
+        if not named and "algorithm" not in self.settings:
             algorithm = read_algorithm("algorithm", MEGATRON_ALGORITHM)
             reason = (
                 f"neither --context-parallel-algo nor --cp-comm-type is given: Megatron's default is the {algorithm}"
             )
             if not LLM_FLAGS.isdisjoint(self.given.values):
-                reason += "; that of MindSpeed-LLM up to 2.3.0 was ulysses: give --set algorithm=ulysses there"
+                reason += "; that of MindSpeed-LLM up to 2.3.0 was ulysses: give that in the settings there"
             self.settings["algorithm"] = (algorithm, "the default of --cp-comm-type")
             self.changes.append(Change("algorithm", Outcome.SETTING, f"algorithm: {algorithm}", reason))
-        if "nodes" not in self.given.settings:
-            self._add_nodes(launch.launcher)
+        self._add_nodes(launch.launcher)
 
     def _add_nodes(self, launcher: Sequence[str]) -> None:
         """Set `nodes` if a group spans several: ranks are numbered tensor-parallel first, then context-parallel."""
@@ -313,7 +293,7 @@ class _Work:
                 reason = f"{product}, on nodes of {processes}"
                 self.changes.append(Change(flag.text, Outcome.STAYS_AS_SETTING, f"nodes: {nodes}", reason))
                 return
-        reason = f"{product}, on {where}; give --set nodes=NUMBER if a group spans several"
+        reason = f"{product}, on {where}; give nodes in the settings if a group spans several"
         self.changes.append(Change(flag.text, Outcome.STAYS, "", reason))
 
     def add_flags(self, output: str, entry: str | None) -> None:
@@ -346,32 +326,11 @@ class _Work:
     def suite(self, name: str | None) -> SuiteSettings:
         """Return the settings, checked; an error names the flag that gave the value."""
         values = {"context_parallel_size": (1, "the default of --context-parallel-size")} | self.settings
-        for key in self.given.settings:
-            values.pop(key, None)
-        section = {key: value for key, (value, _) in values.items()} | dict(self.given.settings)
+        section = {key: value for key, (value, _) in values.items()}
         place = "" if name is None else f"{name}: "
         lines: dict[str, int | str] = {f"{SUITE_SECTION}.{key}": f"{place}{flag}" for key, (_, flag) in values.items()}
-        file = SettingsFile(name or "flags", {SUITE_SECTION: section}, {**self.overrides.lines, **lines})
+        file = SettingsFile(name or "flags", {SUITE_SECTION: section}, lines)
         return with_file_location(file, f"{SUITE_SECTION}.", lambda: SuiteSettings(**section))
-
-
-def _override_file(overrides: Iterable[str]) -> SettingsFile:
-    """Return the overrides of the section, whose keys may lack the section's name."""
-    prefix = f"{SUITE_SECTION}."
-    named = (text if text.strip().startswith(prefix) else prefix + text for text in overrides)
-    file = apply_overrides(SettingsFile("--set", {SUITE_SECTION: {}}), named)
-    if "context_parallel_size" in file.data[SUITE_SECTION]:
-        raise ConfigError("--set context_parallel_size: Megatron needs the same number; change --context-parallel-size")
-    if file.data[SUITE_SECTION].get("algorithm") == AUTO:
-        raise ConfigError(
-            "--set: algorithm auto is not in Megatron's own scripts; name the algorithm that "
-            "`mindspeed-cp simulate --choose` finds for the lengths of your documents"
-        )
-    return file
-
-
-def _settings_text(settings: Mapping[str, Any], between: str) -> str:
-    return ", ".join(f"{key}{between}{format_value(value).strip(chr(34))}" for key, value in settings.items())
 
 
 def _read_value(flag: Flag) -> Any:

@@ -37,9 +37,9 @@ ROPE = ["--position-embedding-type", "rope"]
 PP = ["--pipeline-model-parallel-size", "2"]
 
 
-def outcome(flag: str, *flags: str, overrides: tuple[str, ...] = ()) -> tuple[Outcome, str]:
+def outcome(flag: str, *flags: str) -> tuple[Outcome, str]:
     """Convert flags, and return the outcome of one of them and what it became."""
-    conversion = convert_flags([*BASE, *flags], overrides)
+    conversion = convert_flags([*BASE, *flags])
     (change,) = (change for change in conversion.changes if change.flag.split()[0].partition("=")[0] == flag)
     return change.outcome, change.became
 
@@ -51,14 +51,15 @@ def test_algorithms_are_those_of_the_settings(flag: str) -> None:
         for rule in RULES
         if rule.flag == flag and rule.settings and not rule.when
     }
-    assert names == {value: read_algorithm("algorithm", value) for value in names}
+    adaptive = {"adaptive_cp_algo", "hybrid_adaptive_cp_algo"}
+    assert all(name == ("direct" if value in adaptive else read_algorithm("algorithm", value)) for value, name in names.items())
     refused = {rule.value for rule in RULES if rule.flag == flag and rule.outcome is Outcome.REFUSED}
     known = {*ALIASES} if flag == "--context-parallel-algo" else set()
     assert {name for name in known if name.endswith("_cp_algo")} <= {*names, *refused}
 
 
 def test_settings_are_keys_of_the_section() -> None:
-    keys = {key for rule in RULES for key, _ in rule.settings} | {rule.key for rule in RULES if rule.key}
+    keys = {key for rule in RULES for key, _ in rule.settings}
     assert keys <= set(SuiteSettings.key_names()) and len(keys) > 5
 
 
@@ -89,7 +90,7 @@ CASES: list[tuple[list[str], str, Outcome | str | None]] = [
     (["--cp-window-size", "4", "--cp-comm-type", "p2p"], "--cp-comm-type", "algorithm: double_ring"),
     (["--cp-window-size", "1"], "--cp-window-size", Outcome.REMOVED),
     (["--cp-window-size", "4", "--cp-comm-type", "a2a"], "--cp-window-size", Outcome.REMOVED),
-    (["--cp-window-size", "2", "--cp-comm-type", "a2a+p2p"], "--cp-window-size", Outcome.REFUSED),
+    (["--cp-window-size", "2", "--cp-comm-type", "a2a+p2p"], "--cp-window-size", Outcome.REMOVED),
     (["--cp-comm-type", "a2a", "a2a"], "--cp-comm-type", "algorithm: ulysses"),
     (["--cp-comm-type", "a2a", "p2p"], "--cp-comm-type", Outcome.REFUSED),
     (["--cp-comm-type", "p2p", "--context-parallel-algo", "ulysses_cp_algo"], "--cp-comm-type", Outcome.REMOVED),
@@ -154,14 +155,16 @@ CASES: list[tuple[list[str], str, Outcome | str | None]] = [
     (["--mrope-section", "16", "24", "24"], "--mrope-section", Outcome.REFUSED),
     (["--moe-fb-overlap"], "--moe-fb-overlap", Outcome.REFUSED),
     (["--cp-plan-pool"], "--cp-plan-pool", Outcome.REFUSED),
-    (["--hybrid-context-parallel"], "--cp-plan-pool", None),
     (["--attn-logit-softcapping", "50.0"], "--attn-logit-softcapping", Outcome.REFUSED),
     (["--query-pre-attn-scalar", "144", "--kv-channels", "128"], "--query-pre-attn-scalar", Outcome.REFUSED),
     (["--query-pre-attn-scalar", "144"], "--query-pre-attn-scalar", Outcome.REFUSED),
     (["--query-pre-attn-scalar", "256", "--kv-channels", "256"], "--query-pre-attn-scalar", Outcome.REMOVED),
     (["--interleave-sliding-window", "4096"], "--interleave-sliding-window", Outcome.REFUSED),
     (["--is-pairwise-dataset"], "--is-pairwise-dataset", Outcome.REFUSED),
-    (["--hybrid-context-parallel"], "--hybrid-context-parallel", Outcome.REFUSED),
+    (["--hybrid-context-parallel"], "--hybrid-context-parallel", "algorithm: hierarchical"),
+    (["--dynamic-context-parallel", "--cp-comm-type", "a2a"], "--cp-comm-type", Outcome.REMOVED),
+    (["--dynamic-context-parallel", "--max-seqlen-per-dp-cp-rank", "9"], "--max-seqlen-per-dp-cp-rank", "max_seqlen_per_dp_cp_rank: 9"),
+    (["--context-parallel-algo", "adaptive_cp_algo"], "--context-parallel-algo", "algorithm: direct"),
     (["--fix-sub-seq-length", "512"], "--fix-sub-seq-length", Outcome.REFUSED),
     *((LLAMA3, flag, Outcome.REFUSED) for flag in LLAMA3[::2]),
     (["--low-freq-factor", "1"], "--low-freq-factor", Outcome.STAYS),
@@ -192,23 +195,6 @@ def test_a_flag_becomes_what_the_other_flags_say(flags: list[str], flag: str, ex
     assert expected == (result if isinstance(expected, Outcome) else became)
 
 
-@pytest.mark.parametrize(
-    ("override", "flags", "expected"),
-    [
-        ("algorithm=ring", ["--cp-window-size", "4"], {"algorithm": "ring"}),
-        ("algorithm=double_ring", ["--cp-window-size", "2", "--cp-comm-type", "a2a+p2p"], {"algorithm": "double_ring", "cp_window_size": 2}),
-        ("algorithm=hybrid", ["--ulysses-degree-in-cp", "2"], {"algorithm": "hybrid", "ulysses_degree": 2}),
-        ("context_parallel_suite.layout=balanced", [], {"algorithm": "ring", "layout": "balanced"}),
-        ("algorithm=hierarchical", ["--hybrid-context-parallel"], {"algorithm": "hierarchical"}),
-    ],
-)  # fmt: skip
-def test_given_settings_take_precedence_over_flags(
-    override: str, flags: list[str], expected: dict[str, object]
-) -> None:
-    conversion = convert_flags([*BASE, *flags], [override])
-    assert conversion.settings == {"context_parallel_size": 8, **expected}
-
-
 EXPERTS = ["--num-experts", "8", "--moe-aux-loss-coeff"]
 SCHEDULERS = ["--hybrid-context-parallel", "--dynamic-context-parallel"]
 
@@ -230,12 +216,11 @@ SCHEDULERS = ["--hybrid-context-parallel", "--dynamic-context-parallel"]
 def test_the_pool_stays_and_is_added_where_its_training_does_not_change(
     flags: list[str], expected: Outcome, added: bool
 ) -> None:
-    override = ("algorithm=hierarchical",)
-    assert outcome("--cp-plan-pool", *flags, "--cp-plan-pool", overrides=override)[0] is expected
     for scheduler in SCHEDULERS:
-        conversion = convert_flags([*BASE, *flags, scheduler], override)
+        assert outcome("--cp-plan-pool", *flags, scheduler, "--cp-plan-pool")[0] is expected
+        conversion = convert_flags([*BASE, *flags, scheduler])
         assert scheduler not in conversion.kept and ("--cp-plan-pool" in conversion.added) == added
-        again = convert_flags([*BASE, *flags, scheduler, "--cp-plan-pool"], override)
+        again = convert_flags([*BASE, *flags, scheduler, "--cp-plan-pool"])
         assert "--cp-plan-pool" not in again.added, "a flag that is given is not added"
 
 
@@ -293,16 +278,14 @@ def read_values(flags: list[str]) -> dict[str, tuple[str, ...]]:
 def test_every_condition_holds_for_some_flags_and_not_for_others() -> None:
     launches = [read_values(flags) for flags, _, _ in CASES]
     launches += [read_values([*flags, flag_of(name), *BAD.get(flag_of(name), ())]) for name, flags in BESIDE.items()]
-    scheduled = {"--hybrid-context-parallel": ()}
-    givens = [Given(values, {}) for values in launches]
-    givens += [Given(values, {"algorithm": "hierarchical"}) for values in ({}, scheduled)]
+    givens = [Given(values) for values in launches]
     rows: list[FlagRule | Added] = [*RULES, *ADDED_FLAGS]
     conditions = {row.when for row in rows if row.when}
     undecided = {}
     for row in rows:
         if row.when:
             flag = row.flag if isinstance(row, FlagRule) else row.words[0]
-            bad = [Given({**given.values, flag: BAD.get(flag, ("1",))}, given.settings) for given in givens]
+            bad = [Given({**given.values, flag: BAD.get(flag, ("1",))}) for given in givens]
             results = {row.holds(given) for given in (*givens, *bad)}
             if results != {True, False}:
                 undecided[flag, row.when] = results
