@@ -113,10 +113,10 @@ class Outcome(str, Enum):
 
 #: The alternative to a flag that changes what the model computes, where none is at hand.
 ANOTHER_MODEL = "none: without the flag it is another model; train this one without the suite"
-#: Word of an added flag in place of which the path of the settings stands.
+#: Value of an added flag in place of which the path of the settings stands.
 SUITE_FILE = "SUITE_FILE"
-#: The flags by which Megatron's scripts take this package's spec and settings.
-SPEC_WORDS = ("--spec", "mindspeed_cp.megatron.pretrain", "spec")
+#: Value of --spec by which Megatron's scripts take this package's spec.
+SPEC = "mindspeed_cp.megatron.pretrain spec"
 
 
 @dataclass(frozen=True)
@@ -190,9 +190,9 @@ class FlagRule:
         arity: number of values; MANY: all words up to the next flag.
         outcome: what becomes of it.
         reason: why, as a sentence without a point.
-        value: value for which the rule is; None: any.
+        value: value for which the rule is, None: any; ADDED: the value, None: none.
         settings: keys of context_parallel_suite with their values; None: the value of the flag.
-        becomes: REPLACED: new value; REFUSED: the alternative; by hand: what to do.
+        becomes: REPLACED: new value; REFUSED: the alternative; ADDED, by hand: what to do.
         when: condition on the other flags in words; empty: always.
         holds: tests it.
     """
@@ -210,24 +210,6 @@ class FlagRule:
     def fits(self, values: tuple[str, ...], given: Given) -> bool:
         """Return True if the rule is for these values of the flag beside the other flags."""
         return self.value in (None, " ".join(dict.fromkeys(values))) and self.holds(given)
-
-
-@dataclass(frozen=True)
-class Added:
-    """A flag that a conversion adds.
-
-    Attributes:
-        words: the flag and its values; SUITE_FILE stands for the path of the settings.
-        reason: why, as a sentence without a point.
-        when, holds: condition on the flags, as of a rule. A flag that is given is not added.
-        by_hand: what the user has to do; then nothing is added.
-    """
-
-    words: tuple[str, ...]
-    reason: str
-    when: str
-    holds: Callable[[Given], bool]
-    by_hand: str
 
 
 def _is_double_ring(given: Given) -> bool:
@@ -427,8 +409,5 @@ RULES: tuple[FlagRule, ...] = (
 #: Number of values of each flag of the table.
 ARITIES = {rule.flag: rule.arity for rule in RULES}
 
-ADDED_FLAGS = tuple(
-    Added(tuple(row["words"].split()), row["added"], when, _condition(when, row["words"]), row.get("to do", ""))
-    for row in _TABLE["added"]
-    for when in (row.get("when", ""),)
-)
+#: Flags that a conversion adds if they are not given; by hand where `becomes` says what to do.
+ADDED_FLAGS = tuple(rule for row in _TABLE["added"] for rule in _flag_rules(row))

@@ -20,7 +20,7 @@ from mindspeed_cp.convert.flag_table import (
     OTHER_FLAGS,
     REFUSED_SCRIPTS,
     RULES,
-    SPEC_WORDS,
+    SPEC,
     SUITE_FILE,
     Flag,
     FlagRule,
@@ -251,7 +251,7 @@ class _Work:
             if flag.name in MODEL_FLAGS:
                 stay.setdefault(MODEL_FLAGS[flag.name], {})[flag.text] = None
         self.changes += [Change(", ".join(texts), Outcome.STAYS, "", reason) for reason, texts in stay.items()]
-        known = {*ARITIES, *MODEL_FLAGS, *OTHER_FLAGS, *(added.words[0] for added in ADDED_FLAGS)}
+        known = {*ARITIES, *MODEL_FLAGS, *OTHER_FLAGS, *(rule.flag for rule in ADDED_FLAGS)}
         reason = "no flag of the Megatron and MindSpeed that are known here"
         instead = "see that it changes neither attention, positions, documents nor the model"
         unknown = dict.fromkeys(flag.text for flag in flags if flag.name not in known)
@@ -300,20 +300,20 @@ class _Work:
         """Add the flags that planned attention needs, and tell what the training script needs itself."""
         script = "the training script" if entry is None else entry
         name = PurePosixPath(script).name
-        for added in ADDED_FLAGS:
-            if self.given.has(added.words[0]) or not added.holds(self.given):
+        for rule in ADDED_FLAGS:
+            if self.given.has(rule.flag) or not rule.holds(self.given):
                 continue
-            words = [output if word == SUITE_FILE else word for word in added.words]
-            by_hand = added.by_hand
+            words = [rule.flag, *([output] if rule.value == SUITE_FILE else (rule.value or "").split())]
+            by_hand = rule.becomes
             takes_spec = entry is None or name in (SCRIPT_WITH_SPEC, *REFUSED_SCRIPTS)
-            if added.words == SPEC_WORDS and not by_hand and not takes_spec:
+            if rule.value == SPEC and not by_hand and not takes_spec:
                 by_hand = (
                     f"add it to the flags if {entry} builds its layers from args.spec, as pretrain_gpt.py does; if it "
                     "makes a spec of its own, call mindspeed_cp.megatron.install there (docs/megatron.md, A script "
                     "with a batch, loss and layers of your own)"
                 )
             outcome = Outcome.BY_HAND if by_hand else Outcome.ADDED
-            self.changes.append(Change(" ".join(words), outcome, by_hand, added.reason))
+            self.changes.append(Change(" ".join(words), outcome, by_hand, rule.reason))
             self.added += [] if by_hand else words
         if name in REFUSED_SCRIPTS:
             row = REFUSED_SCRIPTS[name]

@@ -21,8 +21,6 @@ from mindspeed_cp.convert.flag_table import (
     OWN_ROWS,
     RULES,
     SUITE_FILE,
-    Added,
-    FlagRule,
     Given,
     Outcome,
     flag_of,
@@ -235,7 +233,7 @@ def test_an_invalid_value_is_named_with_its_flag(flags: list[str], message: str)
 
 
 def test_added_flags_end_with_the_settings() -> None:
-    assert ADDED_FLAGS[-1].words == ("--cp-plan", SUITE_FILE)
+    assert (ADDED_FLAGS[-1].flag, ADDED_FLAGS[-1].value) == ("--cp-plan", SUITE_FILE)
     conversion = convert_flags(BASE, output="my suite.yaml")
     assert conversion.added[-2:] == ("--cp-plan", "my suite.yaml")
 
@@ -272,16 +270,15 @@ def test_every_condition_holds_for_some_flags_and_not_for_others() -> None:
     launches = [read_values(flags) for flags, _, _ in CASES]
     launches += [read_values([*flags, flag_of(name), *BAD.get(flag_of(name), ())]) for name, flags in BESIDE.items()]
     givens = [Given(values) for values in launches]
-    rows: list[FlagRule | Added] = [*RULES, *ADDED_FLAGS]
+    rows = [*RULES, *ADDED_FLAGS]
     conditions = {row.when for row in rows if row.when}
     undecided = {}
     for row in rows:
         if row.when:
-            flag = row.flag if isinstance(row, FlagRule) else row.words[0]
-            bad = [Given({**given.values, flag: BAD.get(flag, ("1",))}) for given in givens]
+            bad = [Given({**given.values, row.flag: BAD.get(row.flag, ("1",))}) for given in givens]
             results = {row.holds(given) for given in (*givens, *bad)}
             if results != {True, False}:
-                undecided[flag, row.when] = results
+                undecided[row.flag, row.when] = results
     assert not undecided and len(conditions) > 20
 
 
@@ -313,7 +310,7 @@ def test_no_flag_stands_in_two_tables() -> None:
 
 
 def test_every_argument_of_megatron_is_known() -> None:
-    known = {*ARITIES, *MODEL_FLAGS, *OTHER_FLAGS, *(added.words[0] for added in ADDED_FLAGS)}
+    known = {*ARITIES, *MODEL_FLAGS, *OTHER_FLAGS, *(rule.flag for rule in ADDED_FLAGS)}
     names = {entry.name for entry in entries() if not entry.name.startswith("_")}
     assert {f"--{name.replace('_', '-')}" for name in names} - known == set()
 
