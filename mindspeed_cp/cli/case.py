@@ -283,12 +283,7 @@ def _rows(options: SimulateOptions, ranks: int, settings: Settings) -> tuple[tup
             "--tokens-per-rank, --seed: the rows come from the training; give --set data.seq_length=... or "
             "train.seed=..., or --lengths too"
         )
-    batch_size = settings.train.global_batch_size
-    count = min(batch_size, MAX_SAMPLE_ROWS) if options.batches is None else options.batches
+    count = min(settings.train.global_batch_size, MAX_SAMPLE_ROWS) if options.batches is None else options.batches
     rows = tuple(first_rows(settings, count))
     _check_size("the rows of the training", rows[0].lengths, ranks)
-    noun = "row" if count == 1 else "rows"
-    number = f"{count} {noun}, from the first of the {batch_size}"
-    if count == batch_size:
-        number = "the row" if count == 1 else f"the {count} rows"
-    return rows, f"{number} of the first global batch, packed from {settings.data.corpus}"
+    return rows, f"the first {count} row{'s' * (count > 1)} of the training, packed from {settings.data.corpus}"

@@ -23,10 +23,6 @@ Overrides = Annotated[
         help="Replace a setting: section.key, or the key alone if one section has it. Repeatable.",
     ),
 ]
-Cluster = Annotated[
-    str | None,
-    typer.Option(help="A preset (docs/simulate.md lists them) or a YAML file. Default: of the settings, or a2."),
-]
 
 
 def _size(what: str) -> Any:
@@ -104,7 +100,10 @@ class SimulateOptions(CaseOptions):
     mindspeed-cp simulate --lengths wikipedia --cluster a2 --nodes 4 --png out.png
     """
 
-    cluster: Cluster = None
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="A preset (docs/simulate.md lists them) or a YAML file. Default: of the settings, or a2."),
+    ] = None
     tokens_per_rank: Annotated[int | None, typer.Option(min=1, help="Tokens of drawn batches. Default: 4096.")] = None
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of drawn batches. Default: 0.")] = None
     batches: Annotated[

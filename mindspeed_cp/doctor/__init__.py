@@ -17,8 +17,6 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
-
 from mindspeed_cp.device.select import load_npu, npu_identity
 from mindspeed_cp.device.versions import version_report
 from mindspeed_cp.doctor.findings import machine_findings, report_tables
@@ -56,10 +54,9 @@ def run_checks(kind: str = "auto", local_rank: int | None = None) -> dict[str, A
         local_rank: number of a rank's device, which is checked by fewer cases and without a profile; None: no rank.
 
     Returns:
-        {"ok", "requirements", "versions", "version_status", "machine", "devices", "backends", "communication",
-        "checks", "npu_profile"}, plain data. "npu_profile" is the content of an NpuProfile, None without an NPU. "ok"
-        is True if at least one backend runs, no check and no row of the profile exceeds its limit, and no version is
-        too old.
+        {"ok", "requirements", "versions", "version_status", "machine", "devices", "backends", "checks",
+        "npu_profile"}, plain data. "npu_profile" is the content of an NpuProfile, None without an NPU. "ok" is True if
+        at least one backend runs, no check and no row of the profile exceeds its limit, and no version is too old.
 
     Raises:
         ConfigError: the requested device cannot be used; names the cause and the remedy.
@@ -99,11 +96,6 @@ def run_checks(kind: str = "auto", local_rank: int | None = None) -> dict[str, A
         "machine": machine_status(),
         "devices": devices,
         "backends": backends,
-        "communication": {
-            "gloo": dist.is_available() and dist.is_gloo_available(),
-            "nccl": dist.is_available() and dist.is_nccl_available(),
-            "hccl": devices["npu"]["count"] > 0,
-        },
         "checks": checks,
         "npu_profile": profile,
     }

@@ -111,7 +111,6 @@ def _version_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for row in report["requirements"]:
         result = f"not compared: {row['note']}" if "note" in row else "ok"
         yield f"{row['what']}, needed", result if row["ok"] else f"FAILED {row['error']}"
-    yield "communication", ", ".join(name for name, is_there in report["communication"].items() if is_there) or "none"
 
 
 def _operator(backend: dict[str, Any], device_reason: str | None) -> str:

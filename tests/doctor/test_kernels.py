@@ -86,7 +86,7 @@ def a_report() -> dict[str, Any]:
     hung = {**failed, "dtype": "bf16", "differences": {}, "error": "gave no result within 60 s"}
     return {
         "machine": {"system": "Linux", "cores": 2, "threads": 1, "open_files": 1024}, "versions": {"torch": "2.13.0"},
-        "version_status": [], "requirements": [], "checks": [*checks, failed, gpu, hung], "communication": {"gloo": True},
+        "version_status": [], "requirements": [], "checks": [*checks, failed, gpu, hung],
         "npu_profile": None, "ok": False,
         "devices": {"npu": {"count": 0, "names": [], "why": REASON}},
         "backends": {"npu": {"available": False, "why": REASON}},
