@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -28,21 +28,18 @@ MANY = -1  # arity of a flag that takes all words up to the next flag
 ANY = -2  # the same, or no word at all
 
 
-@dataclass
-class Flag:
+class Flag(NamedTuple):
     """A flag with its values.
 
     Attributes:
         name: with its dashes.
         values: words behind it, or the text behind `=`.
         words: the flag as it stands; the first word is the name or begins with it.
-        rest: words behind it that are not its own.
     """
 
     name: str
     values: tuple[str, ...]
     words: tuple[str, ...]
-    rest: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -59,7 +56,7 @@ def read_number(text: str) -> int | float | str:
 
 
 def read_flags(words: Sequence[str], arities: Mapping[str, int]) -> tuple[list[str], list[Flag]]:
-    """Return the words before the first flag, and the flags.
+    """Return the words that are of no flag, and the flags.
 
     Args:
         words: words behind the name of the training script.
@@ -68,14 +65,14 @@ def read_flags(words: Sequence[str], arities: Mapping[str, int]) -> tuple[list[s
     Raises:
         ConfigError: a flag that is converted lacks a value.
     """
-    before: list[str] = []
+    others: list[str] = []
     flags: list[Flag] = []
     position = 0
     while position < len(words):
         word = words[position]
         position += 1
         if not word.startswith("--") or word == "--":
-            (flags[-1].rest if flags else before).append(word)
+            others.append(word)
             continue
         name, equals, value = word.partition("=")
         arity = 0 if equals else arities.get(name, ANY)
@@ -88,7 +85,7 @@ def read_flags(words: Sequence[str], arities: Mapping[str, int]) -> tuple[list[s
             raise ConfigError(f"{name}: has no value; give one, or leave the flag out")
         flags.append(Flag(name, (value,) if equals else values, (word, *values)))
         position = end
-    return before, flags
+    return others, flags
 
 
 class Outcome(str, Enum):

@@ -222,7 +222,7 @@ class _Work:
         """
         rule = next((row for row in RULES if row.flag == flag.name and row.fits(flag.values, self.given)), None)
         if rule is None:
-            self.remaining += (*flag.words, *flag.rest)
+            self.remaining += flag.words
         elif not counts and rule.outcome is not Outcome.STAYS:
             outcome = Outcome.STAYS if rule.outcome.stays else Outcome.REMOVED
             self._row(flag, outcome, "", "a later one takes precedence")
@@ -242,7 +242,7 @@ class _Work:
 
     def _row(self, flag: Flag, outcome: Outcome, became: str, reason: str) -> None:
         self.changes.append(Change(flag.text, outcome, became, reason))
-        self.remaining += (*(flag.words if outcome.stays else ()), *flag.rest)
+        self.remaining += flag.words if outcome.stays else ()
 
     def add_unchanged(self, flags: Sequence[Flag]) -> None:
         """Add rows for the flags that stay without a rule: one for each reason, and one for each unknown flag."""
