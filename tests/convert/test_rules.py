@@ -35,11 +35,11 @@ ROPE = ["--position-embedding-type", "rope"]
 PP = ["--pipeline-model-parallel-size", "2"]
 
 
-def outcome(flag: str, *flags: str) -> tuple[Outcome, str]:
-    """Convert flags, and return the outcome of one of them and what it became."""
-    conversion = convert_flags([*BASE, *flags])
-    (change,) = (change for change in conversion.changes if change.flag.split()[0].partition("=")[0] == flag)
-    return change.outcome, change.became
+def row_of(flag: str, *flags: str) -> Change:
+    """Convert flags, and return what became of one of them."""
+    changes = convert_flags([*BASE, *flags]).changes
+    (change,) = (change for change in changes if change.flag.split()[0].partition("=")[0] == flag)
+    return change
 
 
 @pytest.mark.parametrize("flag", ["--context-parallel-algo", "--cp-comm-type"])
@@ -182,8 +182,8 @@ def test_a_flag_becomes_what_the_other_flags_say(flags: list[str], flag: str, ex
         assert (flag in conversion.kept) == (flag in flags) and flag not in conversion.added
         assert not any(change.flag.split()[0] == flag for change in conversion.changes)
         return
-    result, became = outcome(flag, *flags)
-    assert expected == (result if isinstance(expected, Outcome) else became)
+    row = row_of(flag, *flags)
+    assert expected == (row.outcome if isinstance(expected, Outcome) else row.became)
 
 
 EXPERTS = ["--num-experts", "8", "--moe-aux-loss-coeff"]
@@ -208,7 +208,7 @@ def test_the_pool_stays_and_is_added_where_its_training_does_not_change(
     flags: list[str], expected: Outcome, added: bool
 ) -> None:
     for scheduler in SCHEDULERS:
-        assert outcome("--cp-plan-pool", *flags, scheduler, "--cp-plan-pool")[0] is expected
+        assert row_of("--cp-plan-pool", *flags, scheduler, "--cp-plan-pool").outcome is expected
         conversion = convert_flags([*BASE, *flags, scheduler])
         assert scheduler not in conversion.kept and ("--cp-plan-pool" in conversion.added) == added
         again = convert_flags([*BASE, *flags, scheduler, "--cp-plan-pool"])
@@ -280,11 +280,6 @@ def test_every_condition_holds_for_some_flags_and_not_for_others() -> None:
             if results != {True, False}:
                 undecided[row.flag, row.when] = results
     assert not undecided and len(conditions) > 20
-
-
-def row_of(flag: str, *flags: str) -> Change:
-    (row,) = (row for row in convert_flags([*BASE, *flags]).changes if row.flag.split()[0] == flag)
-    return row
 
 
 def test_scaled_rotations_name_the_flags_of_megatron_with_the_same_frequencies() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -51,18 +50,12 @@ def launched(ranks_per_node: int) -> list[dict[str, str]]:
     return [{**both, "RANK": str(rank), "LOCAL_RANK": str(rank % ranks_per_node)} for rank in range(2)]
 
 
-@pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A preset of this CPU, and what the command says of it."""
-    path = tmp_path_factory.mktemp("calibrate") / "mine.yaml"
+def test_this_cpu_is_measured_and_its_preset_loads(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
     done, other = run_programs(run, ["calibrate", str(path), *SMALL, "--json"], launched(ranks_per_node=2))
     assert done.returncode == other.returncode == 0, done.stderr
     assert other.stdout == "", "one rank tells"
-    return path, json.loads(done.stdout)
-
-
-def test_this_cpu_is_measured_and_its_preset_loads(measured: tuple[Path, dict[str, Any]]) -> None:
-    path, report = measured
+    report = json.loads(done.stdout)
     cluster = load_cluster(str(path))
     assert cluster.name == "mine" and cluster.ranks_per_node == 2 and cluster.fabric == "switch"
     for key, value in report["cluster"].items():
@@ -74,10 +67,6 @@ def test_this_cpu_is_measured_and_its_preset_loads(measured: tuple[Path, dict[st
     assert 1e8 < cluster.peak_flops < 1e15 and 0 < cluster.attention_efficiency <= 1 and cluster.linear_efficiency > 0
     assert max(cluster.attention_efficiency, cluster.linear_efficiency) == 1, "the peak is the highest rate measured"
     assert report["sources"]["nic_bandwidth"].startswith("assumed") and report["sources"]["launch"] == "measured"
-
-
-def test_the_error_of_the_fit_is_shown(measured: tuple[Path, dict[str, Any]]) -> None:
-    _, report = measured
     assert set(report["fits"]) == {"attention", "linear", "in_node"}
     again = MeasuredFits.from_measurements([Measurement(**measurement) for measurement in report["measurements"]])
     assert again.table() == report["fits"]
