@@ -154,8 +154,6 @@ def _ranks(report: dict[str, Any]) -> Iterator[Finding]:
     split = [str(node) for node, names in enumerate(hosts) if len(names) > 1]
     if split:
         yield WARNING, f"ranks of node {', '.join(split)} run on several machines"
-    if len(hosts) > 1 and len(set.union(*hosts)) == 1:
-        yield WARNING, "all nodes are one machine: an emulated cluster, or a wrong --nproc-per-node"
 
 
 def differing_facts(facts: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -108,22 +108,6 @@ def test_what_is_refused_names_an_alternative_and_gives_no_settings(name: str) -
     assert conversion.settings is None and conversion.suite is None and conversion.exit_code == 1
 
 
-def keeps_documents(flags: tuple[str, ...]) -> bool:
-    """Return True if Megatron's start takes flags, and plans by positions that restart."""
-    restarts = "--reset-position-ids" in flags
-    return restarts and ("--reset-attention-mask" in flags) != ("--cp-plan-documents" in flags)
-
-
-@pytest.mark.parametrize(
-    "name", [name for name in CONVERTED if "--reset-attention-mask" in (LAUNCHES / f"{name}.sh").read_text()]
-)
-def test_documents_stay_apart_without_work_by_hand(name: str) -> None:
-    _, conversion = convert_script(LAUNCHES / f"{name}.sh")
-    assert [row.flag for row in conversion.changes if row.outcome is Outcome.NEXT] == ["pretrain_gpt.py"]
-    assert not conversion.to_do and conversion.exit_code == 0
-    assert keeps_documents(conversion.flags)
-
-
 @pytest.mark.parametrize(
     ("launched", "takes_spec"),
     [

@@ -67,11 +67,6 @@ def split_node(report: dict[str, Any]) -> None:
     report["ranks"][1]["host"] = "elsewhere"
 
 
-def one_machine(report: dict[str, Any]) -> None:
-    for row in report["ranks"]:
-        row["host"] = "one"
-
-
 def old_version(report: dict[str, Any]) -> None:
     status = {"package": "torch", "version": "2.1", "status": "refused", "reason": "needs 2.7"}
     report["ranks"][2] |= {"version_status": [status], "ok": False}
@@ -87,7 +82,6 @@ def old_version(report: dict[str, Any]) -> None:
             "ranks differ in HCCL_BUFFSIZE: not set (rank 0 to 1, 3); 100 (rank 2)",
         ]),
         (split_node, WARNING, ["ranks of node 0 run on several machines"]),
-        (one_machine, WARNING, ["all nodes are one machine: an emulated cluster, or a wrong --nproc-per-node"]),
         (old_version, BAD, ["rank 2: torch is 2.1: needs 2.7"]),
     ],
 )  # fmt: skip
