@@ -137,8 +137,8 @@ CAPABILITY_CASES: tuple[CapabilityCase, ...] = (
 def capability_calls() -> list[tuple[CapabilityCase, str, GuardedCall]]:
     """Return case, type and guarded call of every row, in an order in which references can be used again."""
     return [
-        (case, dtype, GuardedCall(check, ("npu", dtype, case.case, 0, case.condition.deterministic), case.case.name))
-        for case in sorted(CAPABILITY_CASES, key=lambda case: repr(case.case.reference_key(0)))
+        (case, dtype, GuardedCall(check, ("npu", dtype, case.case, case.condition.deterministic), case.case.name))
+        for case in sorted(CAPABILITY_CASES, key=lambda case: repr(case.case.reference_key))
         for dtype in DTYPES
     ]
 

@@ -313,7 +313,7 @@ class RanksCheck:
         Every rank makes all inputs from the same seed, so that only the algorithm's own messages travel.
         """
         assert self._timer is not None
-        key, rank = ReferenceKey(plan.documents, plan.documents, plan.attention, 0), self.launch.rank
+        key, rank = ReferenceKey(plan.documents, plan.documents, plan.attention), self.launch.rank
         own = (plan.layout.shard(x, rank) for x in reference_inputs(key))
         q, k, v, dout = (x.to(DTYPES[self._sizes.dtype]).to(self._timer.device) for x in own)
         leaves = [x.requires_grad_() for x in (q, k, v)]

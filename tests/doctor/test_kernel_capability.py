@@ -46,7 +46,7 @@ def measured(dtype: str, *words: str) -> list[ProfileRow]:
     for case, type_name, _ in capability_calls():
         wanted = any(word in case.case.name for word in words) if words else quick(case)
         if type_name == dtype and wanted:
-            result = check("npu", dtype, case.case, 3, case.condition.deterministic, OracleOperator())
+            result = check("npu", dtype, case.case, case.condition.deterministic, OracleOperator())
             rows.append(profile_row(case, dtype, result))
     return rows
 
@@ -140,7 +140,7 @@ class CallsWithoutArithmetic:
 
 def calls_of(case: CapabilityCase) -> list[FusedArguments]:
     operator, plan = CallsWithoutArithmetic(), case.case.make_plan()
-    rows = [torch.zeros_like(x) for x in reference_inputs(case.case.reference_key(0))]
+    rows = [torch.zeros_like(x) for x in reference_inputs(case.case.reference_key)]
     attend_in_process(plan, *rows, NpuAttention(**case.case.npu, operator=operator))
     return operator.calls
 

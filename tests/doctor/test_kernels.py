@@ -29,7 +29,7 @@ def test_every_kernel_is_checked_by_some_case() -> None:
 
 
 def test_every_type_holds_the_inputs() -> None:
-    inputs = reference_inputs(SHORT_CASES[0].reference_key(0))
+    inputs = reference_inputs(SHORT_CASES[0].reference_key)
     for dtype in DTYPES.values():
         assert all(torch.equal(x.to(dtype).float(), x) for x in inputs)
     assert max(float(x.abs().max()) for x in inputs) > 2 and len(torch.unique(inputs[0])) > 80
