@@ -207,4 +207,3 @@ def _read(root: Path) -> tuple[tuple[str, ...], ...]:
             text = text.replace(own, real)
         commands.append(tuple(text.split("\0")[:-1]))
     return tuple(commands)
-

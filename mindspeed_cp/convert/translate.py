@@ -186,9 +186,7 @@ def convert_launch(launch: Launch, output: str = "suite.yaml") -> Conversion:
     work.add_unchanged(flags)
     work.add_defaults(launch)
     work.add_flags(output, launch.entry)
-    result = Conversion(
-        None, {}, (*words, *work.remaining), tuple(work.added), tuple(work.changes), launch.notes
-    )
+    result = Conversion(None, {}, (*words, *work.remaining), tuple(work.added), tuple(work.changes), launch.notes)
     if result.refused:
         return result
     result = replace(result, suite=work.suite(launch.name))

@@ -231,4 +231,3 @@ def rank_tables(report: dict[str, Any]) -> list[Table]:
     )
     title = "Attention over all ranks, forward and backward, beside fp64"
     return [*tables, Table(title, ("algorithm", "result"), runs)] if runs else tables
-

@@ -137,9 +137,7 @@ def test_plan_draws_and_prints_bytes(algorithm: str, tmp_path: Path, capsys: pyt
         ("--algorithm ring", None),
     ],
 )
-def test_plan_notes_idle_ranks(
-    arguments: str, hint: str | None, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_notes_idle_ranks(arguments: str, hint: str | None, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "--lengths", "700,30,410", "--ranks", "4", *arguments.split()]) == 0
     notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
     assert [hint in note for note in notes] == [True] if hint else not notes

@@ -309,7 +309,16 @@ def test_work_of_long_documents_does_not_overflow(options: tuple[str, ...], caps
 
 
 def test_tensor_parallel_ranks_share_the_nodes_devices(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "--lengths 700,30 --cluster a2 --algorithms ring --set train.tensor_model_parallel_size=4".split()
+    words = [
+        "--lengths",
+        "700,30",
+        "--cluster",
+        "a2",
+        "--algorithms",
+        "ring",
+        "--set",
+        "train.tensor_model_parallel_size=4",
+    ]
     assert simulated(capsys, *words)["ranks"] == 2
     said = failure(capsys, *words, "--ranks-per-node", 8)
     assert "a node needs 32 devices, and one of a2 has 8; give --ranks-per-node 2" in said

@@ -50,7 +50,9 @@ def test_algorithms_are_those_of_the_settings(flag: str) -> None:
         if rule.flag == flag and rule.settings and not rule.when
     }
     adaptive = {"adaptive_cp_algo", "hybrid_adaptive_cp_algo"}
-    assert all(name == ("direct" if value in adaptive else read_algorithm("algorithm", value)) for value, name in names.items())
+    assert all(
+        name == ("direct" if value in adaptive else read_algorithm("algorithm", value)) for value, name in names.items()
+    )
     refused = {rule.value for rule in RULES if rule.flag == flag and rule.outcome is Outcome.REFUSED}
     known = {*ALIASES} if flag == "--context-parallel-algo" else set()
     assert {name for name in known if name.endswith("_cp_algo")} <= {*names, *refused}

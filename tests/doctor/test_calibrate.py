@@ -138,7 +138,9 @@ def test_kernels_of_a_gpu_are_compared_and_its_preset_is_for_it_alone(
     options = ("--device", "cuda", "--longest", "450", "--heads", "2", "--head-dim", "32")
     code, out = calibrated(monkeypatch, tmp_path, IN_NODE, *options)
     cluster = load_cluster(str(out))
-    assert code == 0 and cluster.device == "H300" and {time.kernel for time in cluster.kernel_times} == {"flash", "tiles"}
+    assert (
+        code == 0 and cluster.device == "H300" and {time.kernel for time in cluster.kernel_times} == {"flash", "tiles"}
+    )
     assert [(time.rows, time.keys) for time in cluster.kernel_times[::2]] == [
         (56, 84),
         (56, 450),

@@ -95,7 +95,14 @@ def test_what_is_slow_or_differs_is_a_note_and_an_old_version_is_bad(
 
 def test_failures_and_wrong_results_come_first_and_fail_the_check(report: dict[str, Any]) -> None:
     report["algorithms"][1]["wrong"] = "rank 1: dk differs from fp64 by 1.0e+00, limit 1e-05"
-    failed = {"case": "full mask", "dtype": "bf16", "differences": {"dv": 0.5}, "error": None, "limit": 2e-2, "ok": False}
+    failed = {
+        "case": "full mask",
+        "dtype": "bf16",
+        "differences": {"dv": 0.5},
+        "error": None,
+        "limit": 2e-2,
+        "ok": False,
+    }
     hung = {**failed, "error": "gave no result within 120 s"}
     for rank, row in ((0, hung), (3, failed)):
         report["ranks"][rank] |= {"ok": False, "checks": [{"ok": True}, row]}
