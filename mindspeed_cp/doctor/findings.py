@@ -181,7 +181,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 def _link_rates(report: dict[str, Any], kind: str) -> dict[tuple[int, int], float]:
     """Return the rates of a kind of links by source and target."""
-    rates = {}
+    rates: dict[tuple[int, int], float] = {}
     for row in report["links"]:
         if row["kind"] == kind:
             first, second = row["pair"]

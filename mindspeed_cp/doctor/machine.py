@@ -30,8 +30,8 @@ DRIVER = Path("/usr/local/Ascend/driver/version.info")
 
 
 def versions(statuses: Iterable[Status], npu: bool) -> dict[str, str | None]:
-    """Return versions of this package, Python and related packages, and with an NPU of its driver and libraries; None: not
-    there, or not known.
+    """Return versions of this package, Python and related packages, and with an NPU of its driver and libraries; None
+    where one is not there, or not known.
 
     Args:
         statuses: result of version_report.
