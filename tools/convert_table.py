@@ -25,9 +25,9 @@ def refused_rows() -> str:
 def added_rows() -> str:
     """Return the rows of the table of added flags."""
     rows = ""
-    for added in ADDED_FLAGS:
-        flag = f"`{' '.join(added.words)}`".replace(SUITE_FILE, "suite.yaml")
-        rows += _row([flag, added.when + (f"; to do by hand: {added.by_hand}" if added.by_hand else "")])
+    for rule in ADDED_FLAGS:
+        flag = f"`{rule.flag}{' ' + rule.value if rule.value else ''}`".replace(SUITE_FILE, "suite.yaml")
+        rows += _row([flag, rule.when + (f"; to do by hand: {rule.becomes}" if rule.becomes else "")])
     return rows
 
 

@@ -11,7 +11,7 @@ from mindspeed_cp.cli.options import AsJson
 
 
 def calibrate(
-    out: Annotated[Path, typer.Argument(help="Preset to write, a YAML file; one that is there is replaced.")],
+    out: Annotated[Path, typer.Argument(help="Preset to write, a YAML file; an older one of calibrate is replaced.")],
     device: Annotated[
         str, typer.Option(help="cpu, npu, cuda, or auto: npu where torch_npu is installed, else cpu.")
     ] = "auto",

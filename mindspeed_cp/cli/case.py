@@ -215,13 +215,9 @@ def _notes(options: SimulateOptions, settings: Settings, topology: Topology) -> 
     if model.expert_layers:
         notes.append("experts are counted as a dense FFN of the weights that a token visits, without their all-to-all")
     if topology.cluster is None:
-        notes.append(f"no cluster is named: speeds are those of {DEFAULT_CLUSTER}")
-        ranks_per_node = load_cluster(DEFAULT_CLUSTER).ranks_per_node
-        if topology.ranks_per_node > ranks_per_node:
-            notes.append(
-                f"nodes of {topology.ranks_per_node} ranks are imagined, each with a NIC and with links to all others; "
-                f"those of {DEFAULT_CLUSTER} have {ranks_per_node}"
-            )
+        notes.append(
+            f"no cluster is named: speeds are those of {DEFAULT_CLUSTER}, on nodes of {topology.ranks_per_node} ranks"
+        )
     notes += balance_notes(settings, "simulated are rows of one replica")
     if options.lengths is None and settings.data.balance == "time":
         notes.append("data.balance lays rows anew over replicas; simulated are rows as they are drawn")
@@ -240,12 +236,9 @@ def read_algorithms(text: str, own: Candidate | None = None) -> list[Candidate]:
     """
     algorithms = []
     words = [word.strip() for word in text.split(",") if word.strip()]
-    valid = f"valid: all, or {', '.join(ALGORITHMS)}"
     if not words:
-        raise ConfigError(f"--algorithms {text!r}: names no algorithm; {valid}")
+        raise ConfigError(f"--algorithms {text!r}: names no algorithm; valid: all, or {', '.join(ALGORITHMS)}")
     for word in list(ALGORITHMS) if words == ["all"] else words:
-        if word.partition(":")[0] == "all":
-            raise ConfigError(f"--algorithms {text!r}: all stands alone; {valid}")
         try:
             candidate = parse_candidate(word)
         except ConfigError as error:
@@ -290,12 +283,7 @@ def _rows(options: SimulateOptions, ranks: int, settings: Settings) -> tuple[tup
             "--tokens-per-rank, --seed: the rows come from the training; give --set data.seq_length=... or "
             "train.seed=..., or --lengths too"
         )
-    batch_size = settings.train.global_batch_size
-    count = min(batch_size, MAX_SAMPLE_ROWS) if options.batches is None else options.batches
+    count = min(settings.train.global_batch_size, MAX_SAMPLE_ROWS) if options.batches is None else options.batches
     rows = tuple(first_rows(settings, count))
     _check_size("the rows of the training", rows[0].lengths, ranks)
-    noun = "row" if count == 1 else "rows"
-    number = f"{count} {noun}, from the first of the {batch_size}"
-    if count == batch_size:
-        number = "the row" if count == 1 else f"the {count} rows"
-    return rows, f"{number} of the first global batch, packed from {settings.data.corpus}"
+    return rows, f"the first {count} row{'s' * (count > 1)} of the training, packed from {settings.data.corpus}"

@@ -17,7 +17,6 @@ from mindspeed_cp.errors import ConfigError
 if TYPE_CHECKING:
     from mindspeed_cp.convert import Conversion
 
-DEFAULT_OUTPUT = "suite.yaml"
 _LABELS = {"refused": "instead", "by hand": "to do", "unknown": "to do", "next": "to do"}
 
 
@@ -37,14 +36,6 @@ def convert(
         typer.Option(
             metavar="NAME=VALUE",
             help="A variable of the script's environment; NAME alone: with its value here. Repeatable.",
-        ),
-    ] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=VALUE",
-            help="Give a setting in place of what a flag says, such as algorithm=direct. Repeatable.",
         ),
     ] = None,
     as_json: AsJson = False,
@@ -71,19 +62,18 @@ def convert(
         raise ConfigError(f"--output {output}: is the launch script, too; give another file")
     if output is not None:
         check_output_path("--output", output, (".yaml", ".yml"))
-    path = str(output or DEFAULT_OUTPUT)
+    path, started, header = str(output or "suite.yaml"), "", ""
     if is_script:
-        launch, conversion = convert_script(
-            words[0], words[1:], overrides or (), path, environment=_read_variables(env or [])
-        )
+        environment = dict(map(_read_variable, env or []))
+        launch, conversion = convert_script(words[0], words[1:], path, environment)
         started = " ".join((*launch.launcher, launch.entry or ""))
+        header = f"# Made from {words[0]} by mindspeed-cp convert.\n"
+    elif env:
+        raise ConfigError("--env: needs a launch script in place of flags")
     else:
-        if env:
-            raise ConfigError("--env: needs a launch script in place of flags")
-        conversion, started = convert_flags(words, overrides or (), path), ""
+        conversion = convert_flags(words, path)
     written = []
     if output is not None and conversion.settings is not None:
-        header = f"# Made from {words[0]} by mindspeed-cp convert.\n" if is_script else ""
         output.write_text(header + conversion.yaml(), "utf-8")
         written.append(str(output))
     if as_json:
@@ -93,14 +83,11 @@ def convert(
     return conversion.exit_code
 
 
-def _read_variables(texts: list[str]) -> dict[str, str]:
-    variables = {}
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not name.isidentifier() or not (equals or name in os.environ):
-            raise ConfigError(f"--env {text!r}: must be NAME=VALUE, for example CP=8, or the NAME of a variable here")
-        variables[name] = value if equals else os.environ[name]
-    return variables
+def _read_variable(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not name.isidentifier() or not (equals or name in os.environ):
+        raise ConfigError(f"--env {text!r}: must be NAME=VALUE, for example CP=8, or the NAME of a variable here")
+    return name, value if equals else os.environ[name]
 
 
 def _print(conversion: Conversion, started: str, written: list[str], *, with_settings: bool) -> None:
@@ -108,42 +95,33 @@ def _print(conversion: Conversion, started: str, written: list[str], *, with_set
     from mindspeed_cp.report.text import output_width
 
     prefix = "# " if with_settings else ""
-    width = output_width() - len(prefix)
-    lines = _wrapped(f"recorded: {started}", width, "", "    ") if started else []
+
+    def show(text: str, indent: int = 0) -> None:
+        spaces = prefix + " " * indent
+        print(
+            textwrap.fill(
+                " ".join(text.split()), output_width(), initial_indent=spaces, subsequent_indent=spaces + "    ",
+                break_long_words=False, break_on_hyphens=False,
+            )
+        )  # fmt: skip
+
+    if started:
+        show(f"recorded: {started}")
     for change in conversion.changes:
-        lines += _wrapped(f"{change.outcome.value}: {change.flag}", width, "", "    ")
+        show(f"{change.outcome.value}: {change.flag}")
         if change.became:
-            label = _LABELS.get(change.outcome.value, "becomes")
-            lines += _wrapped(f"{label}: {change.became}", width, "    ", "        ")
-        lines += _wrapped(change.reason, width, "    ", "    ")
-    lines += [part for note in conversion.notes for part in _wrapped(f"note: {note}", width, "", "    ")]
+            show(f"{_LABELS.get(change.outcome.value, 'becomes')}: {change.became}", 4)
+        show(change.reason, 4)
+    for note in conversion.notes:
+        show(f"note: {note}")
     if conversion.refused:
         count = len(conversion.refused)
-        lines += _wrapped(
-            f"{count} row{'s are' if count > 1 else ' is'} refused: no settings are written", width, "", ""
-        )
+        show(f"{count} row{'s are' if count > 1 else ' is'} refused: no settings are written")
     else:
-        lines += ["remaining flags:", *(f"    {text}" for text in _flag_lines(conversion.flags))]
-    lines += [f"written: {path}" for path in written]
-    print("\n".join((prefix + text).rstrip() for text in lines))
+        new_line = f" \\\n{prefix}    "
+        words = [(new_line if word.startswith("--") else " ") + shlex.quote(word) for word in conversion.flags]
+        print(f"{prefix}remaining flags:" + "".join(words).removeprefix(" \\"))
+    for file in written:
+        print(f"{prefix}written: {file}")
     if with_settings and conversion.settings is not None:
         print(conversion.yaml(), end="")
-
-
-def _wrapped(text: str, width: int, first: str, later: str) -> list[str]:
-    text = " ".join(text.split())
-    return textwrap.wrap(
-        text, width, initial_indent=first, subsequent_indent=later, break_long_words=False, break_on_hyphens=False
-    )
-
-
-def _flag_lines(words: tuple[str, ...]) -> list[str]:
-    """Return one line for each flag with its values, as a shell takes them."""
-    lines: list[list[str]] = []
-    for word in words:
-        shown = shlex.quote(word)
-        if word.startswith("--") or not lines:
-            lines.append([shown])
-        else:
-            lines[-1].append(shown)
-    return [" ".join(line) + (" \\" if number < len(lines) - 1 else "") for number, line in enumerate(lines)]

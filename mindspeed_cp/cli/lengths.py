@@ -118,16 +118,12 @@ def read_lengths(text: str) -> np.ndarray | None:
     if text in length_names():
         return None
     path = Path(text)
-    if not _is_file(path):
+    if not os.path.isfile(text):  # False also for what no file can be named
         if re.match(r"\s*\[?\s*[-+]?\d", text) and path.suffix == "":
-            return read_numbers(text, f"--lengths {_shown(text)!r}")
-        sets = ", ".join(length_names())
-        if text and os.path.isdir(text):  # False also for what no file can be named
-            raise ConfigError(f"--lengths {text}: is a folder; valid: {VALID_LENGTHS}")
-        if path.name != text or path.suffix:
-            raise ConfigError(f"--lengths {text}: no such file; valid: {VALID_LENGTHS}; sets: {sets}")
-        hint = did_you_mean(closest_names(text.lower(), length_names()))
-        raise ConfigError(f"--lengths {text!r}: unknown length set; {hint}valid: {VALID_LENGTHS}; sets: {sets}")
+            return _parse_numbers([(None, text)], f"--lengths {_shown(text)!r}")
+        what = "is a folder" if os.path.isdir(text) else "no such set or file"
+        hint, sets = did_you_mean(closest_names(text.lower(), length_names())), ", ".join(length_names())
+        raise ConfigError(f"--lengths {text!r}: {what}; {hint}valid: {VALID_LENGTHS}; sets: {sets}")
     if path.stat().st_size > MAX_FILE_BYTES:
         raise ConfigError(f"--lengths {path}: has {path.stat().st_size:,} bytes; valid: at most {MAX_FILE_BYTES:,}")
     if path.suffix in (".yaml", ".yml", ".npy", ".npz"):
@@ -140,20 +136,8 @@ def read_lengths(text: str) -> np.ndarray | None:
         raise ConfigError(f"--lengths {path}: cannot be read: {reason}") from None
 
 
-def read_numbers(text: str, name: str) -> np.ndarray:
-    """Return lengths given as text, int64 [documents]; `name` is the option with its value, for errors."""
-    return _parse_numbers([(None, text)], name)
-
-
 def _shown(text: str) -> str:
     return shortened(text, SHOWN)
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:  # longer than a name can be
-        return False
 
 
 def _parse_numbers(lines: Iterable[tuple[int | None, str]], name: str) -> np.ndarray:

@@ -23,10 +23,6 @@ Overrides = Annotated[
         help="Replace a setting: section.key, or the key alone if one section has it. Repeatable.",
     ),
 ]
-Cluster = Annotated[
-    str | None,
-    typer.Option(help="A preset (docs/simulate.md lists them) or a YAML file. Default: of the settings, or a2."),
-]
 
 
 def _size(what: str) -> Any:
@@ -88,9 +84,6 @@ class PlanOptions(CaseOptions):
     mindspeed-cp plan --lengths 700,30,4100 --algorithm hybrid --set ulysses_degree=2 --png map.png
     """
 
-    kv_lengths: Annotated[
-        str | None, typer.Option(help="Cross-attention: lengths of each document's keys; full mask only.")
-    ] = None
     mask: Annotated[str, typer.Option(help="causal or full.")] = "causal"
     algorithm: Annotated[str | None, typer.Option(help="Name, as in the settings; its options are given by --set.")] = (
         None
@@ -107,7 +100,10 @@ class SimulateOptions(CaseOptions):
     mindspeed-cp simulate --lengths wikipedia --cluster a2 --nodes 4 --png out.png
     """
 
-    cluster: Cluster = None
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="A preset (docs/simulate.md lists them) or a YAML file. Default: of the settings, or a2."),
+    ] = None
     tokens_per_rank: Annotated[int | None, typer.Option(min=1, help="Tokens of drawn batches. Default: 4096.")] = None
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of drawn batches. Default: 0.")] = None
     batches: Annotated[

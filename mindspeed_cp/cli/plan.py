@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from mindspeed_cp.algorithms import AUTO, build_plan
 from mindspeed_cp.cli.case import (
@@ -16,14 +14,14 @@ from mindspeed_cp.cli.case import (
     read_batches,
     read_options,
 )
-from mindspeed_cp.cli.lengths import check_memory, read_lengths, read_numbers, simulation_limit
+from mindspeed_cp.cli.lengths import check_memory, read_lengths, simulation_limit
 from mindspeed_cp.cli.options import PlanOptions, SimulateOptions
 from mindspeed_cp.config import Settings
 from mindspeed_cp.config.derived import rank_attention
 from mindspeed_cp.config.settings import make_settings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
-from mindspeed_cp.plan import Plan, verify_plan
+from mindspeed_cp.plan import verify_plan
 from mindspeed_cp.report.files import write_png
 from mindspeed_cp.report.plan import PlanSummary, modelled_rows, modelled_time, plan_tables
 from mindspeed_cp.report.text import print_tables, wrap_text
@@ -47,17 +45,21 @@ def run(options: PlanOptions) -> int:
         )
     file = read_options(options, BUILT_IN)
     settings, documents = _settings_and_documents(options, file)
-    keys = None
-    if options.kv_lengths is not None:
-        keys = Documents(read_numbers(options.kv_lengths, f"--kv-lengths {options.kv_lengths!r}"))
     attention = replace(rank_attention(settings), mask=options.mask)
     suite = settings.context_parallel_suite
-    check_memory(documents if keys is None else keys, suite.topology.ranks, suite.algorithm)
+    check_memory(documents, suite.topology.ranks, suite.algorithm)
     plan_options = settings.plan_options if has_linear_part(file) else suite.options
-    plan = build_plan(documents, suite.topology, attention, suite.algorithm, kv_documents=keys, **plan_options)
+    plan = build_plan(documents, suite.topology, attention, suite.algorithm, **plan_options)
     layer = layer_cost(file, settings, attention)
     modelled = modelled_time(plan, attention, layer, simulation_limit(plan.documents.lengths, plan.ranks))
-    notes = [*plan_notes(plan, plan_options), *balance_notes(settings, "shown is the plan of one replica's row")]
+    notes = balance_notes(settings, "shown is the plan of one replica's row")
+    idle = int((plan.q_layout_compute.head_counts(plan.attention.heads) == 0).sum())
+    if idle:
+        notes.append(
+            f"{plan.attention.heads} heads are fewer than {plan.ranks} ranks: {idle} of these "
+            f"compute{'s' * (idle == 1)} nothing; hybrid with --set ulysses_degree=... of at most the number of heads "
+            "keeps all of them busy"
+        )
     if options.verify:
         verify_plan(plan)
     summary = PlanSummary(plan, 2 if settings.train.bf16 else 4)
@@ -99,22 +101,3 @@ def _settings_and_documents(options: PlanOptions, file: SettingsFile) -> tuple[S
         batches, _ = read_batches(drawn, suite.context_parallel_size, None if options.config is None else settings)
         given = batches[0]
     return settings, given
-
-
-def plan_notes(plan: Plan, options: Mapping[str, Any]) -> list[str]:
-    """Return remarks on a plan that is probably not the one that the user wants."""
-    notes = []
-    window = options.get("cp_window_size", plan.topology.ranks_per_node)
-    if plan.algorithm == "double_ring" and window == plan.ranks > 1:
-        notes.append(
-            "double_ring with one window of all ranks is the ring; give --set cp_window_size=..., or --nodes above 1 "
-            "for one window per node"
-        )
-    idle = int((plan.q_layout_compute.head_counts(plan.attention.heads) == 0).sum())
-    if idle:
-        notes.append(
-            f"{plan.attention.heads} heads are fewer than {plan.ranks} ranks: {idle} of these "
-            f"compute{'s' * (idle == 1)} nothing; hybrid with --set ulysses_degree=... of at most the number of heads "
-            "keeps all of them busy"
-        )
-    return notes

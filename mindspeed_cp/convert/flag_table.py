@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -21,25 +21,25 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.schema.unsupported import CONDITIONS as CONFIG_CONDITIONS
 from mindspeed_cp.schema.unsupported import Unsupported, unsupported
 
+_SAMPLES = ("--is-instruction-dataset", "--pack", "--neat-pack")  # MindSpeed-LLM's trainer makes the batches
+_SCHEDULERS = ("--hybrid-context-parallel", "--dynamic-context-parallel")  # of samples over ranks of all replicas
+
 MANY = -1  # arity of a flag that takes all words up to the next flag
 ANY = -2  # the same, or no word at all
 
 
-@dataclass(frozen=True)
-class Flag:
+class Flag(NamedTuple):
     """A flag with its values.
 
     Attributes:
         name: with its dashes.
         values: words behind it, or the text behind `=`.
         words: the flag as it stands; the first word is the name or begins with it.
-        rest: words behind it that are not its own.
     """
 
     name: str
     values: tuple[str, ...]
     words: tuple[str, ...]
-    rest: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
@@ -47,18 +47,16 @@ class Flag:
         return " ".join(self.words)
 
 
-def whole_number(text: str) -> int | None:
-    """Return a word as a number of ranks, rows or the like, None for any other word."""
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
-
-
-def is_flag(word: str) -> bool:
-    """Return True if a word begins with two dashes and a name."""
-    return word.startswith("--") and len(word) > 2
+def read_number(text: str) -> int | float | str:
+    """Return a word as Megatron's parser reads it: numbers as such."""
+    if re.fullmatch(r"-?[0-9]{1,18}", text):
+        return int(text)
+    is_number = re.fullmatch(r"-?([0-9]{1,18}\.?[0-9]{0,18}|\.[0-9]{1,18})([eE][-+]?[0-9]{1,3})?", text)
+    return float(text) if is_number else text
 
 
 def read_flags(words: Sequence[str], arities: Mapping[str, int]) -> tuple[list[str], list[Flag]]:
-    """Return the words before the first flag, and the flags.
+    """Return the words that are of no flag, and the flags.
 
     Args:
         words: words behind the name of the training script.
@@ -67,29 +65,27 @@ def read_flags(words: Sequence[str], arities: Mapping[str, int]) -> tuple[list[s
     Raises:
         ConfigError: a flag that is converted lacks a value.
     """
-    before: list[str] = []
+    others: list[str] = []
     flags: list[Flag] = []
-    rests: list[list[str]] = []
     position = 0
     while position < len(words):
         word = words[position]
         position += 1
-        if not is_flag(word):
-            (rests[-1] if rests else before).append(word)
+        if not word.startswith("--") or word == "--":
+            others.append(word)
             continue
         name, equals, value = word.partition("=")
-        arity = arities.get(name, ANY)
+        arity = 0 if equals else arities.get(name, ANY)
         end = position
         limit = len(words) if arity < 0 else min(len(words), position + arity)
-        while not equals and end < limit and not is_flag(words[end]) and words[end] != "--":
+        while end < limit and not words[end].startswith("--"):
             end += 1
         values = tuple(words[position:end])
-        if not equals and len(values) < (1 if arity == MANY else arity):
+        if len(values) < (1 if arity == MANY else arity):
             raise ConfigError(f"{name}: has no value; give one, or leave the flag out")
         flags.append(Flag(name, (value,) if equals else values, (word, *values)))
-        rests.append([])
         position = end
-    return before, [replace(flag, rest=tuple(rest)) for flag, rest in zip(flags, rests, strict=True)]
+    return others, flags
 
 
 class Outcome(str, Enum):
@@ -114,10 +110,10 @@ class Outcome(str, Enum):
 
 #: The alternative to a flag that changes what the model computes, where none is at hand.
 ANOTHER_MODEL = "none: without the flag it is another model; train this one without the suite"
-#: Word of an added flag in place of which the path of the settings stands.
+#: Value of an added flag in place of which the path of the settings stands.
 SUITE_FILE = "SUITE_FILE"
-#: The flags by which Megatron's scripts take this package's spec and settings.
-SPEC_WORDS = ("--spec", "mindspeed_cp.megatron.pretrain", "spec")
+#: Value of --spec by which Megatron's scripts take this package's spec.
+SPEC = "mindspeed_cp.megatron.pretrain spec"
 
 
 @dataclass(frozen=True)
@@ -126,11 +122,9 @@ class Given:
 
     Attributes:
         values: values of each flag as it counts (the last one of a name).
-        settings: keys of context_parallel_suite that the user gave beside the flags.
     """
 
     values: Mapping[str, tuple[str, ...]]
-    settings: Mapping[str, object]
 
     def has(self, *flags: str) -> bool:
         """Return True if one of these flags is given."""
@@ -141,26 +135,43 @@ class Given:
         return " ".join(self.values[flag]) if flag in self.values else default
 
     def number(self, flag: str, default: int) -> int | None:
-        """Return the value of a flag as a whole number, None if it is none; the default without the flag."""
-        return whole_number(self.value(flag, str(default)))
+        """Return the value of a flag as a number of ranks, rows or the like, None if it is none; the default without
+        the flag."""
+        text = self.value(flag, str(default))
+        return int(text) if re.fullmatch("[0-9]{1,9}", text) else None
 
     @property
     def algorithm(self) -> str:
-        """Name of the algorithm as the flags give it: MindSpeed's flag counts before Megatron's."""
-        given = self.values.get("--context-parallel-algo") or self.values.get("--cp-comm-type")
-        names = given or ("p2p",)
-        name = names[0] if len(set(names)) == 1 else "several"
-        return str(self.settings.get("algorithm", name))
+        """Name of the algorithm as the flags give it: schedulers of samples first, then MindSpeed's flag."""
+        if self.has(*_SCHEDULERS):
+            return "hierarchical"
+        names = self.values.get("--context-parallel-algo") or self.values.get("--cp-comm-type") or ("p2p",)
+        return names[0] if len(set(names)) == 1 else "several"
 
     @property
-    def is_hybrid(self) -> bool:
-        """True for Ulysses inside and a ring outside."""
-        return self.algorithm in ("hybrid_cp_algo", "a2a+p2p", "hybrid")
+    def positions(self) -> str:
+        """Kind of positions; Megatron's default without the flag."""
+        return self.value("--position-embedding-type", "learned_absolute")
 
     @property
-    def has_windows_of_ranks(self) -> bool:
-        """True if rings are to be double rings."""
-        return self.value("--cp-window-size", "1") not in ("0", "1")
+    def config(self) -> Namespace:
+        """Settings of Megatron that conditions read; a number that is not known is Megatron's default."""
+        numbers = {
+            **{f"{name}_model_parallel_size": f"--{name}-model-parallel-size" for name in ("tensor", "expert")},
+            "context_parallel_size": "--context-parallel-size",
+        }
+        counts = {"num_moe_experts": "--num-experts", "mtp_num_layers": "--mtp-num-layers"}
+        switches = ("sequence_parallel", "multi_latent_attention", "moe_hybridep_pad_uneven_dispatch_inputs")
+        return Namespace(
+            **{name: self.number(flag, 1) or 1 for name, flag in numbers.items()},
+            **{name: self.number(flag, 0) or 0 for name, flag in counts.items()},
+            **{name: self.has(flag_of(name)) for name in switches},
+            moe_aux_loss_coeff=[read_number(text) for text in self.value("--moe-aux-loss-coeff", "0").split()],
+            moe_router_load_balancing_type=self.value("--moe-router-load-balancing-type", "aux_loss").split(),
+            q_lora_rank=self.value("--q-lora-rank") or None,
+            moe_token_dispatcher_type=self.value("--moe-token-dispatcher-type", "allgather"),
+            attention_dropout=read_number(self.value("--attention-dropout", "0.1")),
+        )
 
 
 def _always(given: Given) -> bool:
@@ -176,12 +187,11 @@ class FlagRule:
         arity: number of values; MANY: all words up to the next flag.
         outcome: what becomes of it.
         reason: why, as a sentence without a point.
-        value: value for which the rule is; None: any.
+        value: value for which the rule is, None: any; ADDED: the value, None: none.
         settings: keys of context_parallel_suite with their values; None: the value of the flag.
-        becomes: REPLACED: new value; REFUSED: the alternative; by hand: what to do.
+        becomes: REPLACED: new value; REFUSED: the alternative; ADDED, by hand: what to do.
         when: condition on the other flags in words; empty: always.
         holds: tests it.
-        key: REFUSED: key of context_parallel_suite that, given by --set, decides in place of the flag.
     """
 
     flag: str
@@ -193,51 +203,14 @@ class FlagRule:
     becomes: str = ""
     when: str = ""
     holds: Callable[[Given], bool] = _always
-    key: str = ""
 
     def fits(self, values: tuple[str, ...], given: Given) -> bool:
         """Return True if the rule is for these values of the flag beside the other flags."""
-        text = " ".join(dict.fromkeys(values))
-        return self.value in (None, text) and self.holds(given)
-
-
-@dataclass(frozen=True)
-class Added:
-    """A flag that a conversion adds.
-
-    Attributes:
-        words: the flag and its values; SUITE_FILE stands for the path of the settings.
-        reason: why, as a sentence without a point.
-        when, holds: condition on the flags, as of a rule. A flag that is given is not added.
-        by_hand: what the user has to do; then nothing is added.
-    """
-
-    words: tuple[str, ...]
-    reason: str
-    when: str = ""
-    holds: Callable[[Given], bool] = _always
-    by_hand: str = ""
-
-
-def is_number_above(text: str, bound: float) -> bool:
-    """Return True for a number above a bound, and for a word that is no number, whose value is not known."""
-    try:
-        return not float(text) <= bound
-    except ValueError:
-        return True
-
-
-_SAMPLES = ("--is-instruction-dataset", "--pack", "--neat-pack")  # MindSpeed-LLM's trainer makes the batches
-_SCHEDULERS = ("--hybrid-context-parallel", "--dynamic-context-parallel")  # of samples over ranks of all replicas
+        return self.value in (None, " ".join(dict.fromkeys(values))) and self.holds(given)
 
 
 def _is_double_ring(given: Given) -> bool:
-    is_ring = given.algorithm in ("megatron_cp_algo", "p2p", "ring", "double_ring")
-    return is_ring and given.has_windows_of_ranks and given.settings.get("algorithm") != "ring"
-
-
-def _is_alibi(given: Given) -> bool:
-    return given.value("--position-embedding-type") == "alibi"
+    return given.algorithm in ("megatron_cp_algo", "p2p") and given.value("--cp-window-size", "1") not in ("0", "1")
 
 
 def _has_experts(given: Given) -> bool:
@@ -245,28 +218,12 @@ def _has_experts(given: Given) -> bool:
 
 
 def _has_own_spec(given: Given) -> bool:
-    return not given.has("--spec") and not _is_alibi(given)
-
-
-def _places_documents(given: Given) -> bool:
-    return given.settings.get("algorithm") == "hierarchical"
+    return not given.has("--spec") and given.positions != "alibi"
 
 
 def _schedules_samples(given: Given) -> bool:
-    config = Namespace(**_settings(given))
-    hinders = any(CONFIG_CONDITIONS[name](config) for name in ("multi-token prediction", "losses of experts"))
-    return given.has(*_SCHEDULERS) and _places_documents(given) and not hinders
-
-
-def _learns_positions(given: Given) -> bool:
-    kind = given.value("--position-embedding-type", "learned_absolute")
-    rotates = given.has("--use-rotary-position-embeddings", "--reset-position-ids")
-    return kind == "learned_absolute" and not rotates
-
-
-def _rotates(given: Given) -> bool:
-    kind = given.value("--position-embedding-type", "learned_absolute")
-    return kind == "rope" or given.has("--use-rotary-position-embeddings", "--multi-latent-attention")
+    hinders = any(CONFIG_CONDITIONS[name](given.config) for name in ("multi-token prediction", "losses of experts"))
+    return given.has(*_SCHEDULERS) and not hinders
 
 
 def _shows_fewer_keys(given: Given) -> bool:
@@ -287,22 +244,10 @@ def _restarts(given: Given) -> bool:
     return given.has("--reset-attention-mask") and not given.has(*_SAMPLES)
 
 
-def _restarts_beside_mindspeed(given: Given) -> bool:
-    resets = given.has("--reset-attention-mask") and (_restarts(given) or given.has("--reset-position-ids"))
-    return resets and _is_mindspeeds(given)
-
-
-def _scales_otherwise(given: Given) -> bool:
-    return given.value("--query-pre-attn-scalar") != given.value("--kv-channels", "none")
-
-
 def _is_llama3_of_megatron(given: Given) -> bool:
     """Return True if Megatron's --use-rope-scaling has the same frequencies, whose other numbers are fixed there."""
     fixed = {"--low-freq-factor": 1, "--high-freq-factor": 4, "--original-max-position-embeddings": 8192}
-    try:
-        equal = all(float(given.value(flag)) == value for flag, value in fixed.items())
-    except ValueError:
-        return False
+    equal = all(read_number(given.value(flag)) == value for flag, value in fixed.items())
     return equal and given.value("--rope-scaling-type") == "llama3"
 
 
@@ -310,12 +255,15 @@ def _is_llama3_of_megatron(given: Given) -> bool:
 CONDITIONS: Mapping[str, Callable[[Given], bool]] = {
     "beside `--context-parallel-algo`": lambda given: given.has("--context-parallel-algo"),
     "ring, `--cp-window-size` above 1": _is_double_ring,
-    "hybrid": lambda given: given.is_hybrid,
-    "hybrid, above 1": lambda given: given.is_hybrid and given.has_windows_of_ranks,
-    "`--set algorithm=hierarchical`": _places_documents,
-    "`--hybrid-context-parallel` or `--dynamic-context-parallel`, `--set algorithm=hierarchical`, neither "
-    "`--mtp-num-layers` nor losses of experts": _schedules_samples,
-    "learned positions without `--reset-position-ids`": _learns_positions,
+    "hybrid": lambda given: given.algorithm in ("hybrid_cp_algo", "a2a+p2p"),
+    "beside `--hybrid-context-parallel` or `--dynamic-context-parallel`": lambda given: given.has(*_SCHEDULERS),
+    "`--hybrid-context-parallel` or `--dynamic-context-parallel`, neither `--mtp-num-layers` nor losses of experts": (
+        _schedules_samples
+    ),
+    "learned positions without `--reset-position-ids`": lambda given: (
+        given.positions == "learned_absolute"
+        and not given.has("--use-rotary-position-embeddings", "--reset-position-ids")
+    ),
     "beside `--is-instruction-dataset`, `--pack`, `--neat-pack`": lambda given: given.has(*_SAMPLES),
     "beside MindSpeed": _is_mindspeeds,
     "without `--reset-attention-mask`": lambda given: (
@@ -323,15 +271,22 @@ CONDITIONS: Mapping[str, Callable[[Given], bool]] = {
     ),
     "beside `--reset-attention-mask`": lambda given: given.has("--reset-attention-mask"),
     "less than `--seq-length`": _shows_fewer_keys,
-    "other than `--kv-channels`": _scales_otherwise,
+    "other than `--kv-channels`": lambda given: (
+        given.value("--query-pre-attn-scalar") != given.value("--kv-channels", "none")
+    ),
     "`llama3` with factors 1 and 4 and 8192 positions": _is_llama3_of_megatron,
     "beside `--rope-scaling-type`": lambda given: given.has("--rope-scaling-type"),
-    "ALiBi": _is_alibi,
+    "ALiBi": lambda given: given.positions == "alibi",
     "not 0": lambda given: given.value("--mtp-num-layers") != "0",
     "expert or pipeline parallelism": _exchanges_rows,
-    "rotary positions": _rotates,
+    "rotary positions": lambda given: (
+        given.positions == "rope" or given.has("--use-rotary-position-embeddings", "--multi-latent-attention")
+    ),
     "`--reset-attention-mask`, unless `--is-instruction-dataset`, `--pack` or `--neat-pack`": _restarts,
-    "`--reset-attention-mask` beside MindSpeed": _restarts_beside_mindspeed,
+    "`--reset-attention-mask` beside MindSpeed": lambda given: (
+        _is_mindspeeds(given)
+        and (_restarts(given) or (given.has("--reset-attention-mask") and given.has("--reset-position-ids")))
+    ),
     "no other `--spec`, no ALiBi, no experts": lambda given: _has_own_spec(given) and not _has_experts(given),
     "experts, no other `--spec`, no ALiBi": lambda given: _has_own_spec(given) and _has_experts(given),
 }
@@ -340,28 +295,33 @@ CONDITIONS: Mapping[str, Callable[[Given], bool]] = {
 def _condition(text: str, flag: str) -> Callable[[Given], bool]:
     """Return the test of a condition in words, as it stands in a row of a flag."""
     above = re.fullmatch("above ([0-9]+)", text)
-    if above is not None:
-        return lambda given: is_number_above(given.value(flag, above[1]), float(above[1]))
-    return CONDITIONS[text] if text else _always
+    if above is None:
+        return CONDITIONS[text] if text else _always
+    bound = int(above[1])
+
+    def is_above(given: Given) -> bool:
+        number = read_number(given.value(flag, above[1]))
+        return isinstance(number, str) or number > bound  # the value of another word is not known
+
+    return is_above
 
 
-def _flag_rules(row: dict[str, Any], arities: Mapping[str, int]) -> list[FlagRule]:
+def _flag_rules(row: dict[str, Any]) -> list[FlagRule]:
     """Return the rules of a row of flags.yaml."""
     (outcome,) = (outcome for outcome in Outcome if outcome.value in row)
-    instead = {"instead": ANOTHER_MODEL} if row.get("instead") == "none" else {}
-    becomes = next(((row | instead)[key] for key in ("instead", "to do", "value") if key in row), "")
+    becomes = next((row[key] for key in ("instead", "to do", "value") if key in row), "")
+    when = row.get("when", "")
     return [
         FlagRule(
             flag=flag,
-            arity=arities.get(flag, 0),
+            arity=_GIVEN_ARITIES.get(flag, 0),
             outcome=outcome,
             reason=row[outcome.value],
             value=value,
             settings=tuple(row.get("settings", {}).items()),
-            becomes=becomes,
-            when=row.get("when", ""),
-            holds=_condition(row.get("when", ""), flag),
-            key=row.get("key", ""),
+            becomes=ANOTHER_MODEL if row.get("instead") == "none" else becomes,
+            when=when,
+            holds=_condition(when, flag),
         )
         for flag in row["flag"].split()
         for value in row.get("is", [None])
@@ -394,40 +354,12 @@ def _refused_rule(row: Unsupported) -> FlagRule:
 
 def _is_refused(row: Unsupported, given: Given) -> bool:
     """Return True if a start with these flags would refuse a setting."""
-    flag = flag_of(row.setting)
-    if not given.has(flag):
+    if not given.has(flag_of(row.setting)):
         return False
-    words = [_number(text) for text in given.values[flag]]
-    value = words[0] if len(words) == 1 else words or True
-    return row.problem(Namespace(**_settings(given) | {row.setting: value})) is not None
-
-
-def _settings(given: Given) -> dict[str, Any]:
-    """Return the settings that conditions read; a number that is not known is Megatron's default."""
-    numbers = {
-        **{f"{name}_model_parallel_size": f"--{name}-model-parallel-size" for name in ("tensor", "expert")},
-        "context_parallel_size": "--context-parallel-size",
-    }
-    counts = {"num_moe_experts": "--num-experts", "mtp_num_layers": "--mtp-num-layers"}
-    switches = ("sequence_parallel", "multi_latent_attention", "moe_hybridep_pad_uneven_dispatch_inputs")
-    return {
-        **{name: given.number(flag, 1) or 1 for name, flag in numbers.items()},
-        **{name: given.number(flag, 0) or 0 for name, flag in counts.items()},
-        **{name: given.has(flag_of(name)) for name in switches},
-        "moe_aux_loss_coeff": [_number(text) for text in given.value("--moe-aux-loss-coeff", "0").split()],
-        "moe_router_load_balancing_type": given.value("--moe-router-load-balancing-type", "aux_loss").split(),
-        "q_lora_rank": given.value("--q-lora-rank") or None,
-        "moe_token_dispatcher_type": given.value("--moe-token-dispatcher-type", "allgather"),
-        "attention_dropout": _number(given.value("--attention-dropout", "0.1")),
-    }
-
-
-def _number(text: str) -> int | float | str:
-    """Return a word as Megatron's parser reads it: numbers as such."""
-    if re.fullmatch(r"-?[0-9]{1,18}", text):
-        return int(text)
-    is_number = re.fullmatch(r"-?([0-9]{1,18}\.?[0-9]{0,18}|\.[0-9]{1,18})([eE][-+]?[0-9]{1,3})?", text)
-    return float(text) if is_number else text
+    words = [read_number(text) for text in given.values[flag_of(row.setting)]]
+    config = given.config
+    setattr(config, row.setting, words[0] if len(words) == 1 else words or True)
+    return row.problem(config) is not None
 
 
 def _read_table() -> dict[str, Any]:
@@ -468,19 +400,11 @@ RULES: tuple[FlagRule, ...] = (
         for row in unsupported(group)
         if row.setting not in OWN_ROWS and (not row.when or row.when in CONFIG_CONDITIONS)
     ),
-    *(rule for row in _TABLE["rows"] for rule in _flag_rules(row, _GIVEN_ARITIES)),
+    *(rule for row in _TABLE["rows"] for rule in _flag_rules(row)),
 )
 
 #: Number of values of each flag of the table.
 ARITIES = {rule.flag: rule.arity for rule in RULES}
 
-ADDED_FLAGS = tuple(
-    Added(
-        tuple(row["words"].split()),
-        row["added"],
-        row.get("when", ""),
-        _condition(row.get("when", ""), row["words"]),
-        row.get("to do", ""),
-    )
-    for row in _TABLE["added"]
-)
+#: Flags that a conversion adds if they are not given; by hand where `becomes` says what to do.
+ADDED_FLAGS = tuple(rule for row in _TABLE["added"] for rule in _flag_rules(row))

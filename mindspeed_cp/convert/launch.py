@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
 from mindspeed_cp.convert.flag_table import ARITIES, OTHER_WORK, names
-from mindspeed_cp.convert.recorder import RECORDED, TIME_LIMIT, Recording, last_error
+from mindspeed_cp.convert.recorder import RECORDED, TIME_LIMIT, Recording
 from mindspeed_cp.errors import ConfigError, shortened
 
-_MODULE_FLAGS = ("-m", "--module")
 _SHOWN = 60  # letters of a command in a message
 _TRAINS = re.compile(r"train|finetune|sft")
 
@@ -58,84 +57,65 @@ def find_launch(recording: Recording, name: str) -> Launch:
     launches = [launch for words in recording.commands if (launch := _read(words, name)) is not None]
     trainings = list(dict.fromkeys(launch for launch in launches if launch.is_megatrons and not other_work(launch)))
     if not trainings:
-        _refuse(recording, launches, name)
+        raise ConfigError(f"{name}: {_why_none(recording, launches, name)}")
     if len(trainings) > 1:
         starts = (shortened(" ".join((launch.entry or "", *launch.words)), _SHOWN) for launch in trainings)
         listed = "; ".join(f"{number}: {text}" for number, text in enumerate(starts, 1))
         raise ConfigError(f"{name}: starts {len(trainings)} trainings, {listed}; give the flags of one behind --")
-    launch = trainings[0]
     notes = []
-    values = [words for words in recording.commands if _gives_values(words)]
-    if values:
-        shown = ", ".join(dict.fromkeys(shortened(" ".join(words), _SHOWN) for words in values))
+    programs = [  # program texts for Python, whose output the script may read
+        shortened(" ".join(words), _SHOWN)
+        for words in recording.commands
+        if words[0].startswith("python") and (len(words) == 1 or words[1] in ("-c", "-"))
+    ]
+    if programs:
+        shown = ", ".join(dict.fromkeys(programs))
         notes.append(f"not run, so that what the script reads from it is empty: {shown}")
     if recording.timed_out:
         notes.append(f"the script was stopped after {TIME_LIMIT:.0f} s; what it starts later was not recorded")
-    return Launch(launch.launcher, launch.entry, launch.words, launch.name, tuple(notes))
+    return replace(trainings[0], notes=tuple(notes))
 
 
 def other_work(launch: Launch) -> str | None:
     """Return what a launch does in place of a PyTorch training; None for a training."""
-    given = launch.flags
     program = PurePosixPath(launch.launcher[0]).name if launch.launcher else ""
     framework = dict(zip(launch.words, launch.words[1:], strict=False)).get("--ai-framework", "")
     if program == "msrun" or framework == "mindspore" or "--ai-framework=mindspore" in launch.words:
         return "a training by MindSpore, and plans are for PyTorch"
     stem = "" if launch.entry is None else PurePosixPath(launch.entry.replace(".", "/").removesuffix("/py")).name
-    if not _TRAINS.search(stem):
-        words = re.sub(r"[^a-zA-Z]+", " ", stem)
-        named = next((row for row in OTHER_WORK if re.search(rf"\b({row['words']})", words)), None)
-        if named is not None:
-            return f"{named['work']}, no training"
-    return next(
-        (f"{row['work']}, no training" for row in OTHER_WORK if not given.isdisjoint(names(row["flags"]))), None
-    )
+    words = "" if _TRAINS.search(stem) else re.sub(r"[^a-zA-Z]+", " ", stem)
+    by_name = [row["work"] for row in OTHER_WORK if re.search(rf"\b({row['words']})", words)]
+    by_flag = [row["work"] for row in OTHER_WORK if not launch.flags.isdisjoint(names(row["flags"]))]
+    return next((f"{work}, no training" for work in (*by_name, *by_flag)), None)
 
 
 def _read(words: Sequence[str], name: str) -> Launch | None:
-    """Return a command as a launch; None for a command without flags."""
-    entry = _entry(words)
-    if entry is not None:
-        return Launch(tuple(words[:entry]), words[entry], tuple(words[entry + 1 :]), name)
+    """Return a command as a launch, whose training script (.py) or module (-m) is the first; None without flags."""
+    runs_python = PurePosixPath(words[0]).name.startswith(("python", *RECORDED))
+    for position, word in enumerate(words):
+        follows = words[position + 1 : position + 2]
+        is_module = word in ("-m", "--module") and bool(follows) and not follows[0].startswith("torch.")
+        if (is_module and runs_python) or (word.endswith(".py") and not word.startswith("--")):
+            entry = position + is_module
+            return Launch(tuple(words[:entry]), words[entry], tuple(words[entry + 1 :]), name)
     start = next((position for position, word in enumerate(words) if word.startswith("--")), None)
     return None if start is None else Launch(tuple(words[:start]), None, tuple(words[start:]), name)
 
 
-def _entry(words: Sequence[str]) -> int | None:
-    """Return the position of the training script (.py) or module (-m), whichever comes first; None without."""
-    runs_python = PurePosixPath(words[0]).name.startswith(("python", *RECORDED))
-    for position, word in enumerate(words):
-        is_module = word in _MODULE_FLAGS and position + 1 < len(words)
-        if is_module and runs_python and not words[position + 1].startswith("torch."):
-            return position + 1
-        if word.endswith(".py") and not word.startswith("--"):
-            return position
-    return None
-
-
-def _gives_values(words: Sequence[str]) -> bool:
-    """Return True for a program text for Python, whose output the script may read."""
-    return words[0].startswith("python") and (len(words) == 1 or words[1] in ("-c", "-"))
-
-
-def _refuse(recording: Recording, launches: Sequence[Launch], name: str) -> None:
-    """Raise ConfigError for a script without a training.
-
-    Raises:
-        ConfigError: always.
-    """
+def _why_none(recording: Recording, launches: Sequence[Launch], name: str) -> str:
+    """Return why a script has no training, and what to give instead."""
     for launch in launches:
         if (work := other_work(launch)) is not None:
-            raise ConfigError(
-                f"{name}: {launch.entry or launch.launcher[0]} is {work}; give the script that starts a training with "
+            return (
+                f"{launch.entry or launch.launcher[0]} is {work}; give the script that starts a training with "
                 "PyTorch, or its flags behind --"
             )
     instead = "give the script that starts the training, or flags behind --"
     if launches:
         shown = shortened(launches[0].entry or " ".join(launches[0].launcher), _SHOWN)
-        raise ConfigError(f"{name}: {shown}, which it starts, gets no flag of Megatron's; {instead}")
-    error = last_error(recording.errors).replace(str(Path(name).resolve()), name)
-    reason = f"; its last message: {error}" if error else ""
-    if recording.timed_out:
-        reason = f" in {TIME_LIMIT:.0f} s{reason}"
-    raise ConfigError(f"{name}: starts no program with flags{reason}; --env NAME=VALUE gives a variable; or {instead}")
+        return f"{shown}, which it starts, gets no flag of Megatron's; {instead}"
+    lines = [line for line in recording.errors.splitlines() if line.strip()]
+    reason = f" in {TIME_LIMIT:.0f} s" if recording.timed_out else ""
+    if lines:
+        reason += f"; its last message: {shortened(lines[-1], 200).replace(str(Path(name).resolve()), name)}"
+    return f"starts no program with flags{reason}; --env NAME=VALUE gives a variable; or {instead}"

@@ -19,12 +19,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mindspeed_cp.errors import ConfigError, shortened
+from mindspeed_cp.errors import ConfigError
 
 MAX_SCRIPT_BYTES = 2**17  # a launch script has some kilobytes
 TIME_LIMIT = 20.0  # seconds
 _MAX_LINKS = 2000  # entries of the caller's folder that the script sees by their relative paths
-_RUNS = 4  # a run shows one missing folder of a redirection
 
 #: Programs that are recorded by name even where the script sets another PATH or calls them by a path.
 RECORDED = (
@@ -100,17 +99,7 @@ def record(path: str | Path, arguments: Sequence[str] = (), environment: Mapping
             **{"BASH_ENV": str(root / "profile"), "SHELL": bash, "LANG": "C.UTF-8", "USER": "user", "TERM": "dumb"},
             **(environment or {}),
         }
-        command = [*seal, bash, str(script), *arguments]
-        errors, timed_out = "", False
-        for _ in range(_RUNS):
-            errors, timed_out = _run(command, root / "run", variables)
-            folders = _missing_folders(errors, root / "run")
-            if timed_out or not folders:
-                break
-            for folder in folders:
-                folder.mkdir(parents=True, exist_ok=True)
-            for file in (root / "records").iterdir():
-                file.unlink()
+        errors, timed_out = _run([*seal, bash, str(script), *arguments], root / "run", variables)
         return Recording(_read(root), errors, timed_out)
 
 
@@ -181,19 +170,8 @@ def _seal(root: Path, folders: Sequence[Path]) -> list[str]:
         for name in ("upper", "work"):
             (root / name / str(number)).mkdir(parents=True)
     unshare, *programs = (shutil.which(name) or "" for name in ("unshare", "sh", "mount", "sleep"))
-    words = [
-        unshare,
-        "--map-root-user",
-        "--net",
-        "--mount",
-        "--pid",
-        "--fork",
-        "--kill-child",
-        programs[0],
-        "-c",
-        _SEAL,
-    ]
-    words += ["seal", str(root), *programs[1:], *map(str, overlaid), "--"]
+    spaces = ("--map-root-user", "--net", "--mount", "--pid", "--fork", "--kill-child")
+    words = [unshare, *spaces, programs[0], "-c", _SEAL, "seal", str(root), *programs[1:], *map(str, overlaid), "--"]
     check = [*words, programs[0], "-c", ":"]
     if not unshare or subprocess.run(check, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode:
         raise ConfigError(
@@ -218,13 +196,6 @@ def _run(command: Sequence[str], folder: Path, variables: Mapping[str, str]) -> 
         return errors.read().decode("utf-8", "replace"), timed_out
 
 
-def _missing_folders(errors: str, folder: Path) -> list[Path]:
-    """Return the folders of files that bash could not open for writing, inside the working folder."""
-    names = re.findall(r"line \d+: ([^\s:/][^\s:]*)/[^\s:/]*: No such file or directory", errors)
-    folders = {folder / name for name in names if ".." not in name.split("/")}
-    return sorted(path for path in folders if not os.path.lexists(path))
-
-
 def _read(root: Path) -> tuple[tuple[str, ...], ...]:
     """Return the recorded commands; paths of a run's own folders are those that a real run has."""
     places = {f"{root}/run": os.getcwd(), f"{root}/bin/": "", str(root): os.path.expanduser("~")}
@@ -236,9 +207,3 @@ def _read(root: Path) -> tuple[tuple[str, ...], ...]:
             text = text.replace(own, real)
         commands.append(tuple(text.split("\0")[:-1]))
     return tuple(commands)
-
-
-def last_error(errors: str) -> str:
-    """Return the last line that a script wrote to its standard error, without what is ours in it."""
-    lines = [line for line in errors.splitlines() if line.strip()]
-    return shortened(lines[-1], 200) if lines else ""

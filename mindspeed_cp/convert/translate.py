@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
 
-from mindspeed_cp.algorithms import AUTO
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.config.candidates import SUITE_SECTION
 from mindspeed_cp.config.suite import read_algorithm
@@ -21,23 +20,21 @@ from mindspeed_cp.convert.flag_table import (
     OTHER_FLAGS,
     REFUSED_SCRIPTS,
     RULES,
-    SPEC_WORDS,
+    SPEC,
     SUITE_FILE,
     Flag,
     FlagRule,
     Given,
     Outcome,
     read_flags,
-    whole_number,
+    read_number,
 )
 from mindspeed_cp.convert.launch import Launch, find_launch, other_work
 from mindspeed_cp.convert.recorder import record
 from mindspeed_cp.convert.sizes import read_sizes
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.schema.messages import format_value
-from mindspeed_cp.schema.yaml_file import SettingsFile, apply_overrides, with_file_location
-
-MAX_WORDS = 20_000  # of a command line
+from mindspeed_cp.schema.yaml_file import SettingsFile, with_file_location
 
 #: The algorithm that Megatron takes where no flag names one.
 MEGATRON_ALGORITHM = "p2p"
@@ -80,22 +77,30 @@ class Conversion:
     """The result of a conversion.
 
     Attributes:
-        settings: keys of context_parallel_suite; None if a flag is refused.
+        suite: the settings, checked; None if a flag is refused.
         sections: sizes of the launch for `plan` and `simulate`: sections model, train and data; empty without sizes.
         kept: words behind the training script that stay.
         added: words that come to them.
         changes: a row for each flag, in the order of the command line, and for each added flag.
         notes: remarks on what was recorded, and on sizes that no flag gives.
-        suite: the settings, checked; None if there are none.
     """
 
-    settings: dict[str, Any] | None
+    suite: SuiteSettings | None
     sections: dict[str, dict[str, Any]]
     kept: tuple[str, ...]
     added: tuple[str, ...]
     changes: tuple[Change, ...]
     notes: tuple[str, ...]
-    suite: SuiteSettings | None
+
+    @property
+    def settings(self) -> dict[str, Any] | None:
+        """The given keys of context_parallel_suite, the ranks and the algorithm first; None without settings."""
+        if self.suite is None:
+            return None
+        values, options = self.suite.model_dump(exclude_unset=True), self.suite.options
+        first = [key for key in ("context_parallel_size", "nodes", "algorithm") if key in values]
+        rest = {key: value for key, value in values.items() if key not in (*first, *options)}
+        return {key: values[key] for key in first} | options | rest
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -124,28 +129,21 @@ class Conversion:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the conversion as JSON has it."""
-        return {
-            SUITE_SECTION: self.settings,
-            **self.sections,
-            "flags": list(self.flags),
-            "changes": [asdict(change) for change in self.changes],
-            "notes": list(self.notes),
-        }
+        changes = [asdict(change) for change in self.changes]
+        values = {"flags": list(self.flags), "changes": changes, "notes": list(self.notes)}
+        return {SUITE_SECTION: self.settings, **self.sections, **values}
 
 
-def convert_flags(words: Sequence[str], overrides: Iterable[str] = (), output: str = "suite.yaml") -> Conversion:
+def convert_flags(words: Sequence[str], output: str = "suite.yaml") -> Conversion:
     """Convert flags as a training script takes them.
 
     Args:
         words: flags and their values, each a word.
-        overrides: settings `key=value` that take precedence over flags.
         output: path of the settings, for the flag that names it.
 
     Raises:
         ConfigError: a flag lacks its value or has one that the settings do not take, or none is converted.
     """
-    if len(words) > MAX_WORDS:
-        raise ConfigError(f"{len(words):,} words are more than a command line has; valid: at most {MAX_WORDS:,}")
     launch = Launch((), None, tuple(words))
     if not launch.is_megatrons:
         raise ConfigError(
@@ -153,15 +151,13 @@ def convert_flags(words: Sequence[str], overrides: Iterable[str] = (), output: s
         )
     if (work := other_work(launch)) is not None:
         raise ConfigError(f"the flags are of {work}; give those of a training with PyTorch")
-    return convert_launch(launch, overrides, output)
+    return convert_launch(launch, output)
 
 
 def convert_script(
     path: str | Path,
     arguments: Sequence[str] = (),
-    overrides: Iterable[str] = (),
     output: str = "suite.yaml",
-    *,
     environment: Mapping[str, str] | None = None,
 ) -> tuple[Launch, Conversion]:
     """Convert what a launch script starts: it is run with recorders in place of programs.
@@ -169,7 +165,6 @@ def convert_script(
     Args:
         path: the script.
         arguments: its arguments.
-        overrides: settings `key=value` that take precedence over flags.
         output: path of the settings, for the flag that names it.
         environment: variables of its environment, which is small without them.
 
@@ -177,40 +172,26 @@ def convert_script(
         ConfigError: the script cannot be read, it starts no training or several, or as for flags.
     """
     launch = find_launch(record(path, arguments, environment), str(path))
-    return launch, convert_launch(launch, overrides, output)
+    return launch, convert_launch(launch, output)
 
 
-def convert_launch(launch: Launch, overrides: Iterable[str] = (), output: str = "suite.yaml") -> Conversion:
-    """Convert the flags of a launch.
-
-    Args:
-        launch: the flags, recorded or given one by one.
-        overrides: settings `key=value` that take precedence over flags.
-        output: path of the settings, for the flag that names it.
-
-    Raises:
-        ConfigError: a flag lacks its value, or has one that the settings do not take; names the flag.
-    """
-    override_file = _override_file(overrides)
+def convert_launch(launch: Launch, output: str = "suite.yaml") -> Conversion:
+    """Convert the flags of a launch; see :func:`convert_flags`."""
     words, flags = read_flags(launch.words, ARITIES)
-    values = {flag.name: flag.values for flag in flags}
-    given = Given(values, override_file.data[SUITE_SECTION])
-    work = _Work(given, override_file)
+    given = Given({flag.name: flag.values for flag in flags})
+    work = _Work(given)
     last = {flag.name: number for number, flag in enumerate(flags)}
     for number, flag in enumerate(flags):
         work.convert(flag, counts=last[flag.name] == number)
     work.add_unchanged(flags)
     work.add_defaults(launch)
     work.add_flags(output, launch.entry)
-    if any(change.outcome is Outcome.REFUSED for change in work.changes):
-        return Conversion(
-            None, {}, (*words, *work.remaining), tuple(work.added), tuple(work.changes), launch.notes, None
-        )
-    suite = work.suite(launch.name)
-    section = _section(suite)
-    sizes, note = read_sizes(given, section)
-    notes = (*launch.notes, *((note,) if note else ()))
-    return Conversion(section, sizes, (*words, *work.remaining), tuple(work.added), tuple(work.changes), notes, suite)
+    result = Conversion(None, {}, (*words, *work.remaining), tuple(work.added), tuple(work.changes), launch.notes)
+    if result.refused:
+        return result
+    result = replace(result, suite=work.suite(launch.name))
+    sections, note = read_sizes(given, result.settings or {})
+    return replace(result, sections=sections, notes=(*result.notes, note) if note else result.notes)
 
 
 @dataclass
@@ -219,7 +200,6 @@ class _Work:
 
     Attributes:
         given: the flags as conditions read them.
-        overrides: settings of the user.
         settings: keys of the settings, with value and the flag that gave it.
         remaining: words of the remaining command line.
         added: words that are added to it.
@@ -227,7 +207,6 @@ class _Work:
     """
 
     given: Given
-    overrides: SettingsFile
     settings: dict[str, tuple[Any, str]] = field(default_factory=dict)
     remaining: list[str] = field(default_factory=list)
     added: list[str] = field(default_factory=list)
@@ -241,31 +220,17 @@ class _Work:
         """
         rule = next((row for row in RULES if row.flag == flag.name and row.fits(flag.values, self.given)), None)
         if rule is None:
-            self.remaining += (*flag.words, *flag.rest)
-            return
-        if not counts and rule.outcome is not Outcome.STAYS:
+            self.remaining += flag.words
+        elif not counts and rule.outcome is not Outcome.STAYS:
             outcome = Outcome.STAYS if rule.outcome.stays else Outcome.REMOVED
             self._row(flag, outcome, "", "a later one takes precedence")
-        elif taken := self._overridden(rule):
-            values = ", ".join(f"{key}={format_value(value).strip(chr(34))}" for key, value in taken.items())
-            self._row(flag, Outcome.REMOVED, "", f"--set {values} takes its place")
         else:
             self._apply(rule, flag)
-
-    def _overridden(self, rule: FlagRule) -> dict[str, Any]:
-        """Return the user's settings if they decide all that a row would; empty if the row is applied."""
-        keys = (rule.key,) if rule.key else tuple(key for key, _ in rule.settings)
-        given = self.given.settings
-        return {key: given[key] for key in keys} if keys and all(key in given for key in keys) else {}
 
     def _apply(self, rule: FlagRule, flag: Flag) -> None:
         became = rule.becomes
         if rule.settings:
-            settings = {
-                key: _read_value(flag) if value is None else value
-                for key, value in rule.settings
-                if key not in self.given.settings
-            }
+            settings = {key: _read_value(flag) if value is None else value for key, value in rule.settings}
             self.settings |= {key: (value, flag.text) for key, value in settings.items()}
             became = ", ".join(f"{key}: {format_value(value).strip(chr(34))}" for key, value in settings.items())
         if rule.outcome is Outcome.REPLACED:
@@ -275,7 +240,7 @@ class _Work:
 
     def _row(self, flag: Flag, outcome: Outcome, became: str, reason: str) -> None:
         self.changes.append(Change(flag.text, outcome, became, reason))
-        self.remaining += (*(flag.words if outcome.stays else ()), *flag.rest)
+        self.remaining += flag.words if outcome.stays else ()
 
     def add_unchanged(self, flags: Sequence[Flag]) -> None:
         """Add rows for the flags that stay without a rule: one for each reason, and one for each unknown flag."""
@@ -284,7 +249,7 @@ class _Work:
             if flag.name in MODEL_FLAGS:
                 stay.setdefault(MODEL_FLAGS[flag.name], {})[flag.text] = None
         self.changes += [Change(", ".join(texts), Outcome.STAYS, "", reason) for reason, texts in stay.items()]
-        known = {*ARITIES, *MODEL_FLAGS, *OTHER_FLAGS, *(added.words[0] for added in ADDED_FLAGS)}
+        known = {*ARITIES, *MODEL_FLAGS, *OTHER_FLAGS, *(rule.flag for rule in ADDED_FLAGS)}
         reason = "no flag of the Megatron and MindSpeed that are known here"
         instead = "see that it changes neither attention, positions, documents nor the model"
         unknown = dict.fromkeys(flag.text for flag in flags if flag.name not in known)
@@ -295,18 +260,17 @@ class _Work:
         if not self.given.has("--context-parallel-size"):
             reason = "--context-parallel-size is not given: Megatron's default is one rank"
             self.changes.append(Change("context_parallel_size", Outcome.SETTING, "context_parallel_size: 1", reason))
-        named = any(map(self.given.has, ("--context-parallel-algo", "--cp-comm-type")))
-        if not named and "algorithm" not in {*self.settings, *self.given.settings}:
+        named = self.given.has("--context-parallel-algo", "--cp-comm-type")
+        if not named and "algorithm" not in self.settings:
             algorithm = read_algorithm("algorithm", MEGATRON_ALGORITHM)
             reason = (
                 f"neither --context-parallel-algo nor --cp-comm-type is given: Megatron's default is the {algorithm}"
             )
             if not LLM_FLAGS.isdisjoint(self.given.values):
-                reason += "; that of MindSpeed-LLM up to 2.3.0 was ulysses: give --set algorithm=ulysses there"
+                reason += "; that of MindSpeed-LLM up to 2.3.0 was ulysses: give that in the settings there"
             self.settings["algorithm"] = (algorithm, "the default of --cp-comm-type")
             self.changes.append(Change("algorithm", Outcome.SETTING, f"algorithm: {algorithm}", reason))
-        if "nodes" not in self.given.settings:
-            self._add_nodes(launch.launcher)
+        self._add_nodes(launch.launcher)
 
     def _add_nodes(self, launcher: Sequence[str]) -> None:
         """Set `nodes` if a group spans several: ranks are numbered tensor-parallel first, then context-parallel."""
@@ -316,43 +280,42 @@ class _Work:
         ranks, tensor_ranks = (self.given.number(name, 1) for name in sizes)
         if flag is None or not ranks or not tensor_ranks or ranks == 1:
             return
-        processes = whole_number(flag.values[0]) or 0
-        product = f"tensor- and context-parallel ranks are {ranks * tensor_ranks} in a row"
-        if processes and ranks * tensor_ranks <= processes:
-            return
-        nodes = ranks * tensor_ranks // processes if processes else 0
-        if not processes or ranks * tensor_ranks % processes or ranks % nodes:
-            where = f"no whole nodes of {processes} processes" if processes else "of nodes that are not known here"
-            reason = f"{product}, {where}; give --set nodes=NUMBER if a group spans several"
-            self.changes.append(Change(flag.text, Outcome.STAYS, "", reason))
-            return
-        self.settings["nodes"] = (nodes, flag.text)
-        reason = f"{product}, on nodes of {processes}"
-        self.changes.append(Change(flag.text, Outcome.STAYS_AS_SETTING, f"nodes: {nodes}", reason))
+        processes, together = read_number(flag.values[0]), ranks * tensor_ranks
+        product, where = f"tensor- and context-parallel ranks are {together} in a row", "nodes that are not known here"
+        if isinstance(processes, int) and processes > 0:
+            nodes, where = together // processes, f"no whole nodes of {processes} processes"
+            if together <= processes:
+                return
+            if not together % processes and not ranks % nodes:
+                self.settings["nodes"] = (nodes, flag.text)
+                reason = f"{product}, on nodes of {processes}"
+                self.changes.append(Change(flag.text, Outcome.STAYS_AS_SETTING, f"nodes: {nodes}", reason))
+                return
+        reason = f"{product}, on {where}; give nodes in the settings if a group spans several"
+        self.changes.append(Change(flag.text, Outcome.STAYS, "", reason))
 
     def add_flags(self, output: str, entry: str | None) -> None:
         """Add the flags that planned attention needs, and tell what the training script needs itself."""
-        for added in ADDED_FLAGS:
-            if self.given.has(added.words[0]) or not added.holds(self.given):
+        script = "the training script" if entry is None else entry
+        name = PurePosixPath(script).name
+        for rule in ADDED_FLAGS:
+            if self.given.has(rule.flag) or not rule.holds(self.given):
                 continue
-            words = [output if word == SUITE_FILE else word for word in added.words]
-            by_hand = added.by_hand
-            takes_spec = entry is None or PurePosixPath(entry).name in (SCRIPT_WITH_SPEC, *REFUSED_SCRIPTS)
-            if added.words == SPEC_WORDS and not by_hand and not takes_spec:
+            words = [rule.flag, *([output] if rule.value == SUITE_FILE else (rule.value or "").split())]
+            by_hand = rule.becomes
+            takes_spec = entry is None or name in (SCRIPT_WITH_SPEC, *REFUSED_SCRIPTS)
+            if rule.value == SPEC and not by_hand and not takes_spec:
                 by_hand = (
                     f"add it to the flags if {entry} builds its layers from args.spec, as pretrain_gpt.py does; if it "
                     "makes a spec of its own, call mindspeed_cp.megatron.install there (docs/megatron.md, A script "
                     "with a batch, loss and layers of your own)"
                 )
-            if by_hand:
-                self.changes.append(Change(" ".join(words), Outcome.BY_HAND, by_hand, added.reason))
-            else:
-                self.changes.append(Change(" ".join(words), Outcome.ADDED, "", added.reason))
-                self.added += words
-        script = "the training script" if entry is None else entry
-        refused = REFUSED_SCRIPTS.get(PurePosixPath(script).name)
-        if refused is not None:
-            self.changes.append(Change(script, Outcome.REFUSED, refused["instead"], refused["refused"]))
+            outcome = Outcome.BY_HAND if by_hand else Outcome.ADDED
+            self.changes.append(Change(" ".join(words), outcome, by_hand, rule.reason))
+            self.added += [] if by_hand else words
+        if name in REFUSED_SCRIPTS:
+            row = REFUSED_SCRIPTS[name]
+            self.changes.append(Change(script, Outcome.REFUSED, row["instead"], row["refused"]))
         elif self.given.has(*LLM_FLAGS):
             self.changes.append(Change(script, Outcome.BY_HAND, _LLM_LINES, _LLM_REASON))
         else:
@@ -361,44 +324,14 @@ class _Work:
     def suite(self, name: str | None) -> SuiteSettings:
         """Return the settings, checked; an error names the flag that gave the value."""
         values = {"context_parallel_size": (1, "the default of --context-parallel-size")} | self.settings
-        for key in self.given.settings:
-            values.pop(key, None)
-        section = {key: value for key, (value, _) in values.items()} | dict(self.given.settings)
+        section = {key: value for key, (value, _) in values.items()}
         place = "" if name is None else f"{name}: "
         lines: dict[str, int | str] = {f"{SUITE_SECTION}.{key}": f"{place}{flag}" for key, (_, flag) in values.items()}
-        file = SettingsFile(name or "flags", {SUITE_SECTION: section}, {**self.overrides.lines, **lines})
+        file = SettingsFile(name or "flags", {SUITE_SECTION: section}, lines)
         return with_file_location(file, f"{SUITE_SECTION}.", lambda: SuiteSettings(**section))
 
 
-def _override_file(overrides: Iterable[str]) -> SettingsFile:
-    """Return the overrides of the section, whose keys may lack the section's name."""
-    prefix = f"{SUITE_SECTION}."
-    named = (text if text.strip().startswith(prefix) else prefix + text for text in overrides)
-    file = apply_overrides(SettingsFile("--set", {SUITE_SECTION: {}}), named)
-    if "context_parallel_size" in file.data[SUITE_SECTION]:
-        raise ConfigError("--set context_parallel_size: Megatron needs the same number; change --context-parallel-size")
-    if file.data[SUITE_SECTION].get("algorithm") == AUTO:
-        raise ConfigError(
-            "--set: algorithm auto is not in Megatron's own scripts; name the algorithm that "
-            "`mindspeed-cp simulate --choose` finds for the lengths of your documents"
-        )
-    return file
-
-
-def _section(suite: SuiteSettings) -> dict[str, Any]:
-    """Return the given keys of the settings, the ranks and the algorithm first."""
-    given = {key: value for key, value in suite.model_dump(exclude_unset=True).items() if key not in suite.options}
-    first = ("context_parallel_size", "nodes", "algorithm")
-    ordered = {key: given[key] for key in first if key in given}
-    return ordered | suite.options | {key: value for key, value in given.items() if key not in first}
-
-
 def _read_value(flag: Flag) -> Any:
-    """Return the value of a flag: a whole number, a list of these, or text."""
-    values = [int(text) if _is_number(text) else text for text in flag.values]
+    """Return the value of a flag: a number, a list of these, or text."""
+    values = [read_number(text) for text in flag.values]
     return values if ARITIES[flag.name] != 1 else values[0]
-
-
-def _is_number(text: str) -> bool:
-    digits = text.removeprefix("-")
-    return digits.isascii() and digits.isdigit() and len(digits) < 19

@@ -4,7 +4,7 @@ one machine    run_checks    machine.py            versions, devices
                              operator.py           the operator against fp64, in a process that may hang
                                                    or crash (guarded.py)
                              kernel_capability.py  the rows that make the profile of an NPU
-all ranks      ranks.py      the same facts and operators on every rank, links, and algorithms;
+all ranks      ranks.py      the same on every rank, links, and algorithms;
                              findings.py says what the figures mean
 a preset       calibrate.py  kernel_timing.py and links.py, fitted by mindspeed_cp/cluster
 """
@@ -17,20 +17,11 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
-
-from mindspeed_cp.device.npu_profile import NpuProfile
 from mindspeed_cp.device.select import load_npu, npu_identity
 from mindspeed_cp.device.versions import version_report
-from mindspeed_cp.doctor.findings import report_lines, report_tables
-from mindspeed_cp.doctor.guarded import ROW_SECONDS, Failure, GuardedCall, run_guarded
-from mindspeed_cp.doctor.kernel_capability import (
-    CAPABILITY_CASES,
-    CapabilityCase,
-    capability_calls,
-    make_profile,
-    profile_row,
-)
+from mindspeed_cp.doctor.findings import machine_findings, report_tables
+from mindspeed_cp.doctor.guarded import Failure, GuardedCall, run_guarded
+from mindspeed_cp.doctor.kernel_capability import capability_calls, make_profile, profile_row
 from mindspeed_cp.doctor.machine import (
     DEVICES,
     backend_status,
@@ -52,28 +43,20 @@ from mindspeed_cp.doctor.operator import (
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.report.text import print_tables
 
-__all__ = ["LONG_CASES", "MAX_DIFFERENCE", "SHORT_CASES", "check_operator", "run_checks", "write_report"]
+__all__ = ["LONG_CASES", "SHORT_CASES", "run_checks", "write_report"]
 
 
-def run_checks(
-    kind: str = "auto",
-    seed: int = 0,
-    row_seconds: float | None = None,
-    capabilities: Sequence[CapabilityCase] = CAPABILITY_CASES,
-) -> dict[str, Any]:
+def run_checks(kind: str = "auto", local_rank: int | None = None) -> dict[str, Any]:
     """Inspect the machine and check the operators of its devices.
 
     Args:
         kind: "cpu", "cuda" or "npu": only this device, which must be present; "auto": every device that is present.
-        seed: seed of the random inputs.
-        row_seconds: time limit for a check of an NPU or GPU; None: ROW_SECONDS.
-        capabilities: rows of the profile of an NPU.
+        local_rank: number of a rank's device, which is checked by fewer cases and without a profile; None: no rank.
 
     Returns:
-        {"ok", "requirements", "versions", "version_status", "machine", "devices", "backends", "communication",
-        "checks", "npu_profile"}, plain data. "npu_profile" is the content of an NpuProfile, None without an NPU. "ok"
-        is True if at least one backend runs, no check and no row of the profile exceeds its limit, and no version is
-        too old.
+        {"ok", "requirements", "versions", "version_status", "machine", "devices", "backends", "checks",
+        "npu_profile"}, plain data. "npu_profile" is the content of an NpuProfile, None without an NPU. "ok" is True if
+        at least one backend runs, no check and no row of the profile exceeds its limit, and no version is too old.
 
     Raises:
         ConfigError: the requested device cannot be used; names the cause and the remedy.
@@ -91,55 +74,48 @@ def run_checks(
     if not all(row["ok"] for row in requirement_rows):  # the checks take minutes, and every operator call would fail
         checked.remove("npu")
     checks: list[dict[str, Any]] = []
-    profile: NpuProfile | None = None
+    profile: dict[str, Any] | None = None
     for name in checked:
-        cases = (*SHORT_CASES, *(LONG_CASES if name != "cpu" else ()))
-        rows, profile_of_device = check_operator(name, cases, seed, row_seconds, capabilities)
-        checks, profile = checks + rows, profile_of_device or profile
+        calls = capability_calls() if name == "npu" and local_rank is None else []
+        long_cases = LONG_CASES if local_rank is None else LONG_CASES[:2]
+        cases = (*SHORT_CASES, *(long_cases if name != "cpu" else ()))
+        rows, results = check_operator(name, cases, local_rank or 0, [call for *_, call in calls])
+        checks += rows
+        if calls:
+            measured = zip(calls, results, strict=True)
+            profile_rows = [profile_row(case, dtype, result) for (case, dtype, _), result in measured]
+            profile = make_profile(profile_rows, npu_identity()).model_dump()
     statuses = version_report()
     refused = [status for status in statuses if status.status == "refused"]
-    profile_content = None if profile is None else profile.model_dump()
-    rows = [*checks, *(profile_content or {"rows": []})["rows"], *requirement_rows]
+    all_rows = [*checks, *(profile or {"rows": []})["rows"], *requirement_rows]
     return {
-        "ok": bool(checks) and not refused and all(row["ok"] for row in rows),
+        "ok": bool(checks) and not refused and all(row["ok"] for row in all_rows),
         "requirements": requirement_rows,
         "versions": versions(statuses, bool(requirement_rows)),
         "version_status": [asdict(status) for status in statuses],
         "machine": machine_status(),
         "devices": devices,
         "backends": backends,
-        "communication": {
-            "gloo": dist.is_available() and dist.is_gloo_available(),
-            "nccl": dist.is_available() and dist.is_nccl_available(),
-            "hccl": devices["npu"]["count"] > 0,
-        },
         "checks": checks,
-        "npu_profile": profile_content,
+        "npu_profile": profile,
     }
 
 
 def check_operator(
-    kind: str,
-    cases: Sequence[OperatorCase],
-    seed: int = 0,
-    row_seconds: float | None = None,
-    capabilities: Sequence[CapabilityCase] = (),
-    local_rank: int = 0,
-) -> tuple[list[dict[str, Any]], NpuProfile | None]:
-    """Check the operator of a device in every type, and of an NPU the rows of its profile.
+    kind: str, cases: Sequence[OperatorCase], local_rank: int = 0, calls: Sequence[GuardedCall] = ()
+) -> tuple[list[dict[str, Any]], list[Any]]:
+    """Check the operator of a device in every type.
 
     On NPUs and GPUs the calls are made in a process of their own: one that raises, hangs or crashes is a failed row.
 
     Args:
         kind: "cpu", "npu" or "cuda".
         cases: cases of the operator; those that the device does not have are left out.
-        seed: seed of the inputs.
-        row_seconds: limit of a row; None: ROW_SECONDS.
-        capabilities: rows of the profile; empty: no profile.
         local_rank: number of the device.
+        calls: further calls for that process.
 
     Returns:
-        The rows of :func:`mindspeed_cp.doctor.operator.check`, and the profile of an NPU.
+        The rows of :func:`mindspeed_cp.doctor.operator.check`, and what the further calls return.
     """
     typed = [
         (dtype, case)
@@ -148,19 +124,14 @@ def check_operator(
         if (dtype != "fp16" or case.plan is None) and applies(kind, dtype, case)  # plans do not depend on the type
     ]
     if kind == "cpu":
-        return [check(kind, dtype, case, seed) for dtype, case in typed], None
-    rows = capability_calls(seed, capabilities) if kind == "npu" else []
-    calls = [GuardedCall(check, (kind, dtype, case, seed), case.name) for dtype, case in typed]
-    limit = ROW_SECONDS if row_seconds is None else row_seconds
-    results = run_guarded([*calls, *(call for *_, call in rows)], partial(rank_device, kind, local_rank), limit)
+        return [check(kind, dtype, case) for dtype, case in typed], []
+    guarded = [GuardedCall(check, (kind, dtype, case), case.name) for dtype, case in typed]
+    results = run_guarded([*guarded, *calls], partial(rank_device, kind, local_rank))
     checks = [
         failed_check(kind, dtype, case, result.error) if isinstance(result, Failure) else result
         for (dtype, case), result in zip(typed, results, strict=False)
     ]
-    if not rows:
-        return checks, None
-    measured = zip(rows, results[len(typed) :], strict=True)
-    return checks, make_profile([profile_row(case, dtype, row) for (case, dtype, _), row in measured], npu_identity())
+    return checks, results[len(typed) :]
 
 
 def write_report(report: dict[str, Any], *, as_json: bool) -> None:
@@ -169,5 +140,5 @@ def write_report(report: dict[str, Any], *, as_json: bool) -> None:
         print(json.dumps(report))
         return
     print_tables(report_tables(report))
-    for line in report_lines(report):
-        print(line)
+    for level, text in machine_findings(report):
+        print(f"{level}: {text}")

@@ -19,7 +19,7 @@ from mindspeed_cp.cluster.calibration import (
     preset_values,
     write_preset,
 )
-from mindspeed_cp.cluster.cluster import Cluster, load_cluster
+from mindspeed_cp.cluster.cluster import load_cluster
 from mindspeed_cp.device.select import resolve_device_type
 from mindspeed_cp.doctor.kernel_timing import KernelSizes, measure_kernel_times, measure_kernels
 from mindspeed_cp.doctor.links import (
@@ -44,6 +44,9 @@ HIDDEN_SIZE = {"cpu": 1024, "npu": 4096, "cuda": 4096}
 
 BAD_FIT_ERROR = 0.15
 
+#: First words of a preset, by which a file that somebody else wrote is not replaced.
+TITLE = "# Fitted by mindspeed-cp calibrate"
+
 
 def run_calibration(
     out: Path,
@@ -59,11 +62,7 @@ def run_calibration(
     *,
     as_json: bool,
 ) -> None:
-    """Measure, fit, write the preset and print it.
-
-    Args:
-        out, device, base, peak_flops, heads, kv_heads, head_dim, longest, dtype, seconds, as_json: the options of the
-            command (`mindspeed_cp/cli/calibrate.py`); None: not given.
+    """Measure, fit, write the preset and print it; the arguments are the options of `mindspeed_cp/cli/calibrate.py`.
 
     Raises:
         ConfigError: an option is not valid, or a value can neither be measured here nor read from a base.
@@ -74,6 +73,8 @@ def run_calibration(
     if dtype not in DTYPES:
         raise ConfigError(f"--dtype {dtype}: valid: bf16, fp16, fp32")
     check_output_path("calibrate", out, (".yaml", ".yml"))
+    if out.exists() and not out.read_bytes().startswith(TITLE.encode()):
+        raise ConfigError(f"calibrate {out}: is there, and no preset that calibrate wrote; give the name of a new file")
     if heads % (kv_heads or heads):
         raise ConfigError(f"--kv-heads {kv_heads}: must divide --heads {heads}")
     if peak_flops is not None and not 0 < peak_flops <= 1e21:
@@ -109,9 +110,14 @@ def run_calibration(
         device="" if kind == "cpu" else device_name(torch_device),
         kernel_times=kernel_times,
     )
-    title = f"Fitted by mindspeed-cp calibrate on {device_name(torch_device)}, {dtype}, {heads} heads of {head_dim}"
+    title = f"{TITLE[2:]} on {device_name(torch_device)}, {dtype}, {heads} heads of {head_dim}"
     write_preset(out, cluster, sources, title)
-    _print(out, cluster, sources, fits, measurements, as_json=as_json)
+    if as_json:
+        report = {"file": str(out), "cluster": preset_values(cluster), "sources": sources, "fits": fits.table()}
+        together = {"in_node_all": fits.in_node_all, "network_all": fits.network_all}
+        print(json.dumps({**report, "together": together, "measurements": [asdict(row) for row in measurements]}))
+    else:
+        _print_fits(out, fits.table())
 
 
 def _measure_links(kind: str) -> tuple[list[Measurement], Launch]:
@@ -127,46 +133,15 @@ def _measure_links(kind: str) -> tuple[list[Measurement], Launch]:
         dist.destroy_process_group()
 
 
-def _print(
-    path: Path,
-    cluster: Cluster,
-    sources: dict[str, str],
-    fits: MeasuredFits,
-    measurements: list[Measurement],
-    *,
-    as_json: bool,
-) -> None:
-    errors, together = fits.table(), {"in_node_all": fits.in_node_all, "network_all": fits.network_all}
-    if as_json:
-        rows = [asdict(measurement) for measurement in measurements]
-        report = {"file": str(path), "cluster": preset_values(cluster), "sources": sources, "fits": errors}
-        print(json.dumps({**report, "together": together, "measurements": rows}))
-        return
-    values = [
-        (key, f"{value:.4g}" if isinstance(value, float) else str(value), sources[key])
-        for key, value in preset_values(cluster).items()
-        if key != "kernel_times"
-    ]
+def _print_fits(path: Path, errors: dict[str, dict[str, float]]) -> None:
     fit_rows = [
         (name, str(row["points"]), f"{row['median_error']:.1%}", f"{row['largest_error']:.1%}")
         for name, row in errors.items()
     ]
-    tables = [
-        Table(f"Cluster {cluster.name}", ("", "value", "from"), tuple(values)),
-        Table("Fit: |modelled / measured - 1|", ("", "points", "median", "largest"), tuple(fit_rows)),
-    ]
-    if cluster.kernel_times:
-        of_kernels = [
-            (f"{size.rows} x {size.keys}", size.kernel, f"{size.forward:.3g}", f"{size.backward:.3g}")
-            for size in cluster.kernel_times
-        ]
-        columns = ("queries x keys", "kernel", "forward", "backward")
-        tables.append(Table("Kernels, seconds per visible pair of all heads", columns, tuple(of_kernels)))
-    rates = tuple((name, f"{rate:.4g}") for name, rate in together.items() if rate is not None)
-    print_tables([*tables, *([Table("All at once, as measured", ("", "bytes/second"), rates)] if rates else [])])
+    print_tables([Table("Fit: |modelled / measured - 1|", ("", "points", "median", "largest"), tuple(fit_rows))])
     for name, row in errors.items():
         if row["median_error"] > BAD_FIT_ERROR:
             print(
                 f"note: {name} is off by {row['median_error']:.0%} as a rule; if this machine was busy, calibrate again"
             )
-    print(f"written: {path}; use it wherever a cluster is named")
+    print(f"written: {path}, each value with its source; use it wherever a cluster is named")

@@ -4,51 +4,48 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from statistics import median, median_high
+from statistics import median_high
 from typing import Any
 
 from mindspeed_cp.device.open_files import largest_run
 from mindspeed_cp.doctor.operator import DTYPES
 from mindspeed_cp.report.text import Table, format_bytes
 
-#: A device or link below these shares of the median of its kind is named.
-SLOW_DEVICE, SLOW_LINK = 0.85, 0.7
+#: A link below this share of the median of its kind is named.
+SLOW_LINK = 0.7
 
 BAD, WARNING, GOOD = "FAILED", "note", "ok"
 Finding = tuple[str, str]
 KINDS = {"in_node": "inside nodes", "network": "between nodes"}
 
 
-def report_lines(report: dict[str, Any]) -> list[str]:
-    """Return what a report comes to: what failed, or that all is well."""
-    lines = []
+def machine_findings(report: dict[str, Any]) -> Iterator[Finding]:
+    """Yield (level, sentence) of what the report of a machine comes to: what failed, or that all is well."""
     for row in report["requirements"]:
         if not row["ok"]:
-            lines.append(f"FAILED: {row['error']}; nothing was run on the NPUs")
+            yield BAD, f"{row['error']}; nothing was run on the NPUs"
         elif "note" in row:
-            lines.append(f"note: {row['note']}")
+            yield WARNING, row["note"]
     for row in report["version_status"]:
         if row["status"] == "refused":
-            lines.append(f"FAILED: {row['package']} is {row['version']}: {row['reason']}")
-    failed = sum(not row["ok"] for row in report["checks"])
-    total = len(report["checks"])
+            yield BAD, f"{row['package']} is {row['version']}: {row['reason']}"
+    failed, total = [row for row in report["checks"] if not row["ok"]], len(report["checks"])
     profile = report["npu_profile"] or {"rows": []}
     if report["ok"]:
         rows = f"; so do all {len(profile['rows'])} rows of the npu backend's variants" if profile["rows"] else ""
-        lines.append(f"ok: all {total} checks of the attention operator agree with the fp64 reference{rows}")
+        yield GOOD, f"all {total} checks of the attention operator agree with the fp64 reference{rows}"
     elif failed:
-        lines.append(f"FAILED: {failed} of {total} checks of the attention operator differ from the fp64 reference")
+        first = f"first {failed[0]['case']} ({failed[0]['dtype']}): {_failure(failed[0])}"
+        yield BAD, f"{len(failed)} of {total} checks of the attention operator differ from the fp64 reference, {first}"
     elif not total and all(row["ok"] for row in report["requirements"]):
-        lines.append("FAILED: no backend of the attention operator runs here")
+        yield BAD, "no backend of the attention operator runs here"
     names = list(dict.fromkeys(row["name"] for row in profile["rows"] if not row["ok"]))
     if names:
         text = ", ".join(names[:6]) + f" and {len(names) - 6} more" * (len(names) > 6)
-        remedy = "train with the npu_profile of this device, which takes what passed (--npu-profile)"
-        lines.append(f"FAILED: {text}; {remedy}")
+        yield BAD, f"{text}; train with the npu_profile of this device, which takes what passed (--npu-profile)"
     npus = report["devices"]["npu"]["count"]
     if npus > 1:
-        lines.append(f"note: links are measured by torchrun --nproc-per-node {npus} -m mindspeed_cp doctor")
-    return lines
+        yield WARNING, f"links are measured by torchrun --nproc-per-node {npus} -m mindspeed_cp doctor"
 
 
 def report_tables(report: dict[str, Any]) -> list[Table]:
@@ -81,8 +78,7 @@ def _by_type(title: str, columns: Sequence[str], named: Sequence[tuple[tuple[str
     """Return a table with a row for each name and a column for each type."""
     rows: dict[tuple[str, ...], dict[str, str]] = {}
     for name, row in named:
-        worst, size = _worst(row)
-        text = f"{size:.1e} {row.get('kernel', '')}" if row["ok"] else f"FAILED {row['error'] or f'{worst} {size:.1e}'}"
+        text = f"{_worst(row)[1]:.1e} {row.get('kernel', '')}" if row["ok"] else f"FAILED {_failure(row)}"
         rows.setdefault(name, {})[row["dtype"]] = text.rstrip()
     texts = ((*name, *(by_type.get(dtype, "-") for dtype in DTYPES)) for name, by_type in rows.items())
     return Table(title, (*columns, *DTYPES), tuple(texts))
@@ -92,6 +88,11 @@ def _worst(row: dict[str, Any]) -> tuple[str, float]:
     """Return the name of the largest difference of a row, and its size; None in the row is not finite."""
     sizes = {name: math.inf if size is None else size for name, size in row["differences"].items()}
     return max(sizes.items(), key=lambda item: item[1], default=("nothing", 0.0))
+
+
+def _failure(row: dict[str, Any]) -> str:
+    name, size = _worst(row)
+    return row["error"] or f"{name} {size:.1e}, limit {row['limit']:.0e}"
 
 
 def _version_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -110,7 +111,6 @@ def _version_rows(report: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for row in report["requirements"]:
         result = f"not compared: {row['note']}" if "note" in row else "ok"
         yield f"{row['what']}, needed", result if row["ok"] else f"FAILED {row['error']}"
-    yield "communication", ", ".join(name for name, is_there in report["communication"].items() if is_there) or "none"
 
 
 def _operator(backend: dict[str, Any], device_reason: str | None) -> str:
@@ -127,26 +127,15 @@ def is_ok(report: dict[str, Any]) -> bool:
 
 def findings(report: dict[str, Any]) -> list[Finding]:
     """Return (level, sentence) of all findings, the worst first."""
-    rows = [
-        *((BAD, f"{row['stage']}: {row['error']}") for row in report["failures"]),
-        *_operators(report), *_algorithms(report), *_ranks(report), *_kernels(report), *_links(report),
-    ]  # fmt: skip
+    rows = [(BAD, f"{row['stage']}: {row['error']}") for row in report["failures"]]
+    for rank, machine in enumerate(report["ranks"]):
+        rows += [(level, f"rank {rank}: {text}") for level, text in machine_findings(machine) if level == BAD]
+    rows += [*_algorithms(report), *_ranks(report), *_links(report)]
     return sorted(rows, key=lambda finding: (BAD, WARNING, GOOD).index(finding[0]))
 
 
-def _operators(report: dict[str, Any]) -> Iterator[Finding]:
-    for rank, row in enumerate(report["operator"]):
-        for check in row["failed"]:
-            worst, size = _worst(check)
-            text = check["error"] or f"{worst} differs from fp64 by {size:.1e}, limit {check['limit']:.0e}"
-            yield BAD, f"rank {rank}: the operator on {check['case']} ({check['dtype']}): {text}"
-    checks = sum(row["checks"] for row in report["operator"])
-    if checks and not any(row["failed"] for row in report["operator"]):
-        yield GOOD, f"all {checks} checks of the operator agree with the fp64 reference"
-
-
 def _algorithms(report: dict[str, Any]) -> Iterator[Finding]:
-    runs = [row for row in report["algorithms"] if "seconds" in row]
+    runs = [row for row in report["algorithms"] if "refused" not in row]
     wrong = [row for row in runs if row["wrong"] is not None]
     for row in wrong:
         yield BAD, f"{row['algorithm']}: {row['wrong']}"
@@ -156,23 +145,20 @@ def _algorithms(report: dict[str, Any]) -> Iterator[Finding]:
 
 def _ranks(report: dict[str, Any]) -> Iterator[Finding]:
     facts, per_node = report["ranks"], report["ranks_per_node"]
-    for rank, row in enumerate(facts):
-        for text in row["refused"]:
-            yield BAD, f"rank {rank}: {text}"
+    if facts and all(row["ok"] for row in facts):
+        checks = sum(len(row["checks"]) for row in facts)
+        yield GOOD, f"all {checks} checks of the operator agree with the fp64 reference"
     for text in differing_facts(facts):
         yield WARNING, f"ranks differ in {text}"
     hosts = [{row["host"] for row in facts[first : first + per_node]} for first in range(0, len(facts), per_node)]
     split = [str(node) for node, names in enumerate(hosts) if len(names) > 1]
     if split:
         yield WARNING, f"ranks of node {', '.join(split)} run on several machines"
-    if len(hosts) > 1 and len(set.union(*hosts)) == 1:
-        yield WARNING, "all nodes are one machine: an emulated cluster, or a wrong --nproc-per-node"
 
 
 def differing_facts(facts: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield each fact that is not the same on all ranks: its values, each with the ranks that have it."""
-    own = ("device", "cores", "threads", "open_files")
-    flat = [{**{name: row[name] for name in own}, **row["versions"], **row["environment"]} for row in facts]
+    flat = [{"device": row["device"], **row["machine"], **row["versions"], **row["environment"]} for row in facts]
     for name in dict.fromkeys(name for row in flat for name in row):
         values: dict[str, list[int]] = {}
         for rank, row in enumerate(flat):
@@ -193,80 +179,55 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)
 
 
-def kernel_rate(measurements: Sequence[dict[str, Any]], kind: str) -> float:
-    """Return the highest rate of a rank's kernels of a kind, in FLOP/s."""
-    return max(row["flops"] / row["seconds"] for row in measurements if row["kind"] == kind)
-
-
-def _kernels(report: dict[str, Any]) -> Iterator[Finding]:
-    for kind, name in (("attention", "attention"), ("linear", "matrix products")):
-        rates = [kernel_rate(rows, kind) for rows in report["kernels"]]
-        if not rates:
-            continue
-        middle = median(rates)
-        slow = [rank for rank, rate in enumerate(rates) if rate < SLOW_DEVICE * middle]
-        for rank in slow:
-            yield WARNING, f"rank {rank} computes {name} at {rates[rank] / middle:.0%} of the median of all ranks"
-        if not slow:
-            yield GOOD, f"{name}: all ranks within {1 - min(rates) / middle:.0%} of the median"
+def _link_rates(report: dict[str, Any], kind: str) -> dict[tuple[int, int], float]:
+    """Return the rates of a kind of links by source and target."""
+    rates: dict[tuple[int, int], float] = {}
+    for row in report["links"]:
+        if row["kind"] == kind:
+            first, second = row["pair"]
+            rates |= {(first, second): row["there"], (second, first): row["back"]}
+    return rates
 
 
 def _links(report: dict[str, Any]) -> Iterator[Finding]:
     for kind, name in KINDS.items():
-        rows = [row for row in report["links"] if row["kind"] == kind]
-        rates = [(row["there"], row["pair"]) for row in rows] + [(row["back"], row["pair"][::-1]) for row in rows]
+        rates = _link_rates(report, kind)
         if not rates:
             continue
-        middle = median_high(rate for rate, _ in rates)
-        slow = [(rate, pair) for rate, pair in sorted(rates) if rate < SLOW_LINK * middle]
+        middle = median_high(rates.values())
+        slow = sorted((rate, pair) for pair, rate in rates.items() if rate < SLOW_LINK * middle)
         for rank in sorted({rank for _, pair in slow for rank in pair}):
-            number, total = (sum(rank in pair for _, pair in pairs) for pairs in (slow, rates))
-            if number >= 3 and number > total / 2:
+            number = sum(rank in pair for _, pair in slow)
+            if number >= 3 and number > sum(rank in pair for pair in rates) / 2:
                 ends = f"{number} of the slow directions begin or end at rank {rank}"
                 yield WARNING, f"links {name}: {ends}: look at its NIC or port"
         for rate, (source, target) in slow[:8]:
-            share = f"{rate_text(rate)}, {rate / middle:.0%} of the median"
+            share = f"{format_bytes(rate)}/s, {rate / middle:.0%} of the median"
             yield WARNING, f"link {source} to {target} ({name}) carries {share}"
         if len(slow) > 8:
             yield WARNING, f"links {name}: {len(slow) - 8} more directions are slow"
         if not slow:
-            yield GOOD, f"links {name}: {rate_text(middle)} in the median, none below {SLOW_LINK:.0%} of that"
-
-
-def rate_text(rate: float) -> str:
-    """Return a rate in bytes/second with three digits and its unit."""
-    return f"{rate / 1e9:.3g} GB/s" if rate >= 1e9 else f"{rate / 1e6:.3g} MB/s"
+            yield GOOD, f"links {name}: {format_bytes(middle)}/s in the median, none below {SLOW_LINK:.0%} of that"
 
 
 def rank_tables(report: dict[str, Any]) -> list[Table]:
     """Return the tables: ranks, links, algorithms."""
-    ranks = []
-    for rank, facts in enumerate(report["ranks"]):
-        rates = ["-", "-"]
-        if report["kernels"]:
-            rows = report["kernels"][rank]
-            rates = [f"{kernel_rate(rows, kind) / 1e12:.3g}" for kind in ("attention", "linear")]
-        memory = format_bytes(facts["memory"])
-        ranks.append((str(rank), facts["host"], facts["device"], memory, *rates))
-    columns = ("rank", "host", "device", "memory", "attention, TFLOP/s", "products, TFLOP/s")
-    tables = [Table("Ranks", columns, tuple(ranks))]
+    ranks = tuple(
+        (str(rank), facts["host"], facts["device"], format_bytes(facts["memory"]))
+        for rank, facts in enumerate(report["ranks"])
+    )
+    tables = [Table("Ranks", ("rank", "host", "device", "memory"), ranks)]
     for kind, name in KINDS.items():
-        rows = [row for row in report["links"] if row["kind"] == kind]
-        if rows:
-            tables.append(_link_table(f"Links {name}, GB/s from the rank of the line", rows))
+        rates = _link_rates(report, kind)
+        ends = sorted({rank for pair in rates for rank in pair})
+        lines = tuple((str(a), *(f"{rates[a, b] / 1e9:.3g}" if (a, b) in rates else "" for b in ends)) for a in ends)
+        if rates:
+            tables.append(Table(f"Links {name}, GB/s from the rank of the line", ("", *map(str, ends)), lines))
     runs = tuple(
-        (row["algorithm"], "-", f"refused: {row['refused']}")
+        (row["algorithm"], f"refused: {row['refused']}")
         if "refused" in row
-        else (row["algorithm"], f"{row['seconds'] * 1e3:,.2f}", "ok" if row["wrong"] is None else "WRONG")
+        else (row["algorithm"], "ok" if row["wrong"] is None else "WRONG")
         for row in report["algorithms"]
     )
-    title = "One layer of attention, forward and backward"
-    return [*tables, Table(title, ("algorithm", "ms", "result"), runs)] if runs else tables
-
-
-def _link_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
-    """Return the matrix of rates of a kind of links: from the rank of the line to that of the column."""
-    rates = {tuple(row["pair"]): row["there"] for row in rows} | {tuple(row["pair"][::-1]): row["back"] for row in rows}
-    ends = sorted({rank for pair in rates for rank in pair})
-    lines = tuple((str(a), *(f"{rates[a, b] / 1e9:.3g}" if (a, b) in rates else "" for b in ends)) for a in ends)
-    return Table(title, ("", *map(str, ends)), lines)
+    title = "Attention over all ranks, forward and backward, beside fp64"
+    return [*tables, Table(title, ("algorithm", "result"), runs)] if runs else tables

@@ -6,10 +6,10 @@ import multiprocessing as mp
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 #: Default limit of a row in seconds. On devices a row takes milliseconds; the first loads kernels.
-ROW_SECONDS = 60.0
+ROW_SECONDS = 120.0
 
 #: Limit in seconds of the start of a process, which imports torch and loads the device's libraries.
 START_SECONDS = 300.0
@@ -18,15 +18,9 @@ START_SECONDS = 300.0
 MAX_LOST_CALLS = 8
 
 
-@dataclass(frozen=True)
-class GuardedCall:
-    """A call for the process.
-
-    Attributes:
-        function: a function of a module.
-        arguments: its arguments, which can be pickled.
-        kind: calls of one kind are alike: where one hangs or crashes, the later ones are not made.
-    """
+class GuardedCall(NamedTuple):
+    """A function of a module, and its arguments, for the process; calls of one kind are alike: where one hangs or
+    crashes, the later ones are not made."""
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]

@@ -134,13 +134,11 @@ CAPABILITY_CASES: tuple[CapabilityCase, ...] = (
 # fmt: on
 
 
-def capability_calls(
-    seed: int = 0, cases: Sequence[CapabilityCase] = CAPABILITY_CASES
-) -> list[tuple[CapabilityCase, str, GuardedCall]]:
+def capability_calls() -> list[tuple[CapabilityCase, str, GuardedCall]]:
     """Return case, type and guarded call of every row, in an order in which references can be used again."""
     return [
-        (case, dtype, GuardedCall(check, ("npu", dtype, case.case, seed, case.condition.deterministic), case.case.name))
-        for case in sorted(cases, key=lambda case: repr(case.case.reference_key(seed)))
+        (case, dtype, GuardedCall(check, ("npu", dtype, case.case, case.condition.deterministic), case.case.name))
+        for case in sorted(CAPABILITY_CASES, key=lambda case: repr(case.case.reference_key))
         for dtype in DTYPES
     ]
 
@@ -149,20 +147,13 @@ def profile_row(case: CapabilityCase, dtype: str, result: dict[str, Any] | Failu
     """Return the row of a result of :func:`mindspeed_cp.doctor.operator.check`, or of its failure."""
     if isinstance(result, Failure):
         result = failed_check("npu", dtype, case.case, result.error)
+    differences = {name: size if size < float("inf") else None for name, size in result["differences"].items()}
     values: dict[str, Any] = {
-        "name": case.case.name,
-        "option": case.option,
-        "variant": case.variant,
-        "lowering": case.lowering,
-        "dtype": dtype,
-        "condition": case.condition,
-        "differences": {name: size if size < float("inf") else None for name, size in result["differences"].items()},
-        "limit": result["limit"],
-        "seconds": result["seconds"] or None,
-        "ok": result["ok"],
-        "error": result["error"],
+        **{key: getattr(case, key) for key in ("option", "variant", "lowering", "condition")},
+        **{key: result[key] for key in ("limit", "ok", "error")},
+        **{"dtype": dtype, "differences": differences, "seconds": result["seconds"] or None},
     }
-    return ProfileRow(**values)
+    return ProfileRow(name=case.case.name, **values)
 
 
 def make_profile(rows: Sequence[ProfileRow], identity: NpuIdentity) -> NpuProfile:

@@ -7,7 +7,7 @@ timed. Every round times all sizes, so that a slow period of the machine affects
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -83,15 +83,20 @@ def measure_kernels(device: torch.device, sizes: KernelSizes) -> list[Measuremen
     """
     cases = [attention_call(device, sizes, *rows) for rows in _tiles(sizes.longest)]
     cases += [_linear(device, sizes, tokens) for tokens in _powers(64, max(2048, sizes.longest))]
+    _time(cases, device, sizes.seconds)
+    return [replace(case.measurement, seconds=case.seconds) for case in cases]
+
+
+def _time(cases: Sequence[TimedCall], device: torch.device, seconds: float = 0.0) -> None:
+    """Time the cases, one after the other in every round, for so long."""
     for case in cases:  # the first call allocates and compiles; the second is timed to choose the number of calls
         case.run()
         case.calls = max(1, int(BLOCK_SECONDS / max(_timed(case, device), 1e-7)))
-    end, rounds = time.monotonic() + sizes.seconds, 0
+    end, rounds = time.monotonic() + seconds, 0
     while rounds < MIN_ROUNDS or time.monotonic() < end:
         for case in cases:
             case.seconds = min(case.seconds, _timed(case, device))
         rounds += 1
-    return [replace(case.measurement, seconds=case.seconds) for case in cases]
 
 
 def _timed(case: TimedCall, device: torch.device) -> float:
@@ -131,23 +136,11 @@ def measure_kernel_times(device: torch.device, sizes: KernelSizes) -> list[Kerne
         case = attention_call(device, sizes, rows, keys, mask, sequences, CudaAttention(kernel))
         assert case.forward is not None
         forward = TimedCall(case.measurement, case.forward)
-        for call in (case, forward):
-            call.run()
-            call.calls = max(1, int(BLOCK_SECONDS / max(_timed(call, device), 1e-7)))
-        for _ in range(MIN_ROUNDS):
-            for call in (case, forward):
-                call.seconds = min(call.seconds, _timed(call, device))
-        per_pair = 1.0 / (case.measurement.flops / (4.0 * sizes.attention.head_dim * (1.0 + ATTENTION_BACKWARD)))
+        _time((case, forward), device)
+        per_pair = 4.0 * sizes.attention.head_dim * (1.0 + ATTENTION_BACKWARD) / case.measurement.flops
         backward = max(case.seconds - forward.seconds, 0.1 * case.seconds)
-        times.append(
-            KernelTime(
-                kernel=kernel,  # type: ignore[arg-type]  # a name
-                rows=rows,
-                keys=keys,
-                forward=forward.seconds * per_pair,
-                backward=backward * per_pair,
-            )
-        )
+        seconds = {"forward": forward.seconds * per_pair, "backward": backward * per_pair}
+        times.append(KernelTime(kernel=kernel, rows=rows, keys=keys, **seconds))  # type: ignore[arg-type]  # a name
     return times
 
 

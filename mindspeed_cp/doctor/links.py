@@ -31,8 +31,6 @@ BYTES_OF_A_SIZE = 1 << 26  # sent in total for each size, about
 POSTED_MESSAGES, ROUNDS_OF_POSTING = 8, 20
 TIMEOUT = 90.0  # seconds to wait for a rank
 
-PROBE_BYTES, PAIR_SECONDS, PAIR_ROUNDS = 1 << 16, 0.1, 4  # of a message between a pair
-
 #: Variables that torchrun sets.
 LAUNCH_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 
@@ -127,8 +125,7 @@ class LinkTimer:
         warm_up(ring, None, device)
         self.transport = GroupTransport(None, seconds, device)
 
-    def buffer(self, size: int) -> torch.Tensor:
-        """Return zeros of some bytes on the device."""
+    def _buffer(self, size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.uint8, device=self.device)
 
     def transfer(self, transfers: Sequence[Transfer]) -> None:
@@ -138,7 +135,7 @@ class LinkTimer:
 
     def exchange(self, label: str, targets: Sequence[int], sources: Sequence[int], size: int) -> Callable[[], None]:
         """Return a run that sends so many bytes to each target while it receives as many from each source."""
-        sent, received = self.buffer(size), [self.buffer(size) for _ in sources]
+        sent, *received = (self._buffer(size) for _ in range(1 + len(sources)))
 
         def run() -> None:
             receives = [Transfer(data, peer, False, 0, label) for peer, data in zip(sources, received, strict=True)]
@@ -171,39 +168,25 @@ class LinkTimer:
         synchronize(self.device)
         return time.perf_counter() - start
 
-    def slowest(self, run: Callable[[], None] | None, repeats: int = 1, rounds: int = 3) -> float:
-        """Return the seconds of one run on the slowest rank, the least over rounds of `repeats` runs; one more round
-        before them connects."""
+    def slowest(self, run: Callable[[], None] | None, repeats: int = 1) -> float:
+        """Return the seconds of one run on the slowest rank, the least over three rounds of `repeats` runs; one more
+        round before them connects."""
         self.maximum(self.seconds(run, repeats))
-        return min(self.maximum(self.seconds(run, repeats)) for _ in range(rounds)) / repeats
+        return min(self.maximum(self.seconds(run, repeats)) for _ in range(3)) / repeats
 
-    def time_pair(self, most: int) -> dict[str, float]:
-        """Time the link of two ranks, which are the whole group: there alone, and back alone.
-
-        Args:
-            most: bytes of the largest message.
-
-        Returns:
-            {"latency" in seconds, "bytes", "there", "back": bytes a second}; the same on both.
-        """
-        first, peer, label = self.rank == 0, 1 - self.rank, "the link between two ranks"
-
-        def one_way(forward: bool, size: int) -> Callable[[], None]:
-            sends = first == forward
-            return self.exchange(label, [peer] if sends else [], [] if sends else [peer], size)
-
-        latency = self._round_trip(1, 8, label, 16) / 2
-        probe = max(self.slowest(one_way(True, PROBE_BYTES)) - latency, 1e-7)
-        size = int(min(max(PROBE_BYTES, PROBE_BYTES * PAIR_SECONDS / probe), most))
-        rates = {"latency": latency, "bytes": float(size)}
-        for name, forward in (("there", True), ("back", False)):
-            seconds = self.slowest(one_way(forward, size), rounds=PAIR_ROUNDS)
-            rates[name] = size / max(seconds - latency, seconds / 2)
+    def time_pair(self, size: int) -> dict[str, float]:
+        """Return the bytes a second of the link of two ranks, which are the whole group: there alone, and back alone;
+        the same on both."""
+        peer, rates = [1 - self.rank], dict.fromkeys(("there", "back"), 0.0)
+        for source, name in enumerate(rates):
+            sends = self.rank == source
+            run = self.exchange("the link between two ranks", peer if sends else [], [] if sends else peer, size)
+            rates[name] = size / self.slowest(run)
         return rates
 
     def _round_trip(self, second: int, size: int, label: str, repeats: int) -> float:
         """Return the seconds of a message from rank 0 to another and back while the others wait."""
-        data, peer = self.buffer(size), 0 if self.rank else second
+        data, peer = self._buffer(size), 0 if self.rank else second
 
         def run() -> None:
             for sends in (self.rank == 0, self.rank != 0):

@@ -30,7 +30,8 @@ DRIVER = Path("/usr/local/Ascend/driver/version.info")
 
 
 def versions(statuses: Iterable[Status], npu: bool) -> dict[str, str | None]:
-    """Return versions of this package, Python and related packages, and, with an NPU, of its driver and libraries.
+    """Return versions of this package, Python and related packages, and with an NPU of its driver and libraries; None
+    where one is not there, or not known.
 
     Args:
         statuses: result of version_report.
@@ -43,16 +44,11 @@ def versions(statuses: Iterable[Status], npu: bool) -> dict[str, str | None]:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             versions[name] = None
-    return {**versions, **(npu_versions() if npu else {})}
-
-
-def npu_versions(driver: Path = DRIVER) -> dict[str, str | None]:
-    """Return the versions of driver, CANN and HCCL from the driver's file and torch_npu; None if unknown."""
-    versions: dict[str, str | None] = {"Ascend driver": None}
-    if driver.exists():
-        lines = dict(line.split("=", 1) for line in driver.read_text().splitlines() if "=" in line)
-        versions["Ascend driver"] = lines.get("Version")
-    return {**versions, **{name: cann_version(name) for name in ("CANN", "HCCL")}}
+    if npu:
+        lines = DRIVER.read_text().splitlines() if DRIVER.exists() else []
+        versions["Ascend driver"] = dict(line.split("=", 1) for line in lines if "=" in line).get("Version")
+        versions |= {name: cann_version(name) for name in ("CANN", "HCCL")}
+    return versions
 
 
 def requirements() -> list[dict[str, Any]]:

@@ -35,12 +35,11 @@ DROPOUT_KEY = (1234, 5)  # any seed and layer
 
 
 class ReferenceKey(NamedTuple):
-    """What a reference depends on: documents of queries and of keys, attention, and seed of the inputs."""
+    """What a reference depends on: documents of queries and of keys, and attention."""
 
     documents: Documents
     kv_documents: Documents
     attention: AttentionConfig
-    seed: int
 
 
 @lru_cache(maxsize=1)
@@ -48,7 +47,7 @@ def reference_inputs(key: ReferenceKey) -> tuple[Tensor, ...]:
     """Return q, k, v and dout, fp32 [rows, heads, width]: multiples of 1/16 below 8, which fp32, fp16 and bf16 hold, so
     that one reference serves all three."""
     attention = key.attention
-    generator = torch.Generator().manual_seed(key.seed)
+    generator = torch.Generator().manual_seed(0)
     rows, kv_rows = key.documents.tokens, key.kv_documents.tokens
     shapes = (
         (rows, attention.heads, attention.head_dim),
@@ -105,17 +104,17 @@ class OperatorCase:
     plan: tuple[str, int] | None = None
     npu: Mapping[str, Any] = field(default_factory=dict)
 
-    def reference_key(self, seed: int) -> ReferenceKey:
-        """Return the key of the inputs and of the results that they should have."""
+    @property
+    def reference_key(self) -> ReferenceKey:
+        """Key of the inputs and of the results that they should have."""
         keys = self.lengths if self.kv_lengths is None else self.kv_lengths
-        return ReferenceKey(Documents(self.lengths), Documents(keys), self.attention, seed)
+        return ReferenceKey(Documents(self.lengths), Documents(keys), self.attention)
 
     def make_plan(self) -> Plan:
         """Return the plan of a case that has one."""
         assert self.plan is not None
-        algorithm, ranks = self.plan
-        documents, keys, *_ = self.reference_key(0)
-        return build_plan(documents, Topology(1, ranks), self.attention, algorithm, keys)
+        (algorithm, ranks), key = self.plan, self.reference_key
+        return build_plan(key.documents, Topology(1, ranks), self.attention, algorithm, key.kv_documents)
 
 
 SHORT_CASES = (
@@ -164,7 +163,6 @@ def check(
     backend: str,
     dtype: str,
     case: OperatorCase,
-    seed: int = 0,
     deterministic: bool = False,
     operator: FusedOperator | None = None,
 ) -> dict[str, Any]:
@@ -180,11 +178,10 @@ def check(
         backend: "cpu", "npu" or "cuda".
         dtype: a key of DTYPES.
         case: the case.
-        seed: seed of the inputs.
         deterministic: under torch's deterministic algorithms, with which a second run must give the same bits.
         operator: the fused operators of the npu backend, for tensors on the CPU; None: those of torch_npu.
     """
-    config, key = case.attention, case.reference_key(seed)
+    config, key = case.attention, case.reference_key
     inputs = [x.to(DTYPES[dtype], copy=True) for x in reference_inputs(key)]
     drawn_by_operator = config.dropout > 0 and backend != "cpu"
     reference = {} if drawn_by_operator else reference_results(key)
@@ -243,8 +240,8 @@ def _run(
         runner = NpuAttention(**case.npu, operator=operator) if is_npu else backend_for_device(device, backend)
         results = vars(attend_in_process(case.make_plan(), q, k, v, dout, runner))
         return {name: results[name].cpu() for name in RESULT_NAMES}
-    config, (documents, keys, *_) = case.attention, case.reference_key(0)
-    lengths = documents.offsets, keys.offsets
+    config, key = case.attention, case.reference_key
+    lengths = key.documents.offsets, key.kv_documents.offsets
     options: dict[str, Any] = {
         "mask": config.mask,
         "window": config.window,

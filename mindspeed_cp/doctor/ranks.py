@@ -3,9 +3,9 @@
 Ranks agree over torchrun's store and not over the links that are measured: each gives rank 0 a row of JSON, and rank 0
 answers. So an error on any rank is a row of the report, and the others go on::
 
-    rank 0     facts  operator  kernels | pair (0, 1)  pair (0, 2) ..  | algorithms
-    rank 1     facts  operator  kernels | pair (0, 1)        -         |
-               no message between ranks | a group of two for each pair | a group of all, which needs every link
+    rank 0     machine              | pair (0, 1)  pair (0, 2) ..  | algorithms
+    rank 1     machine              | pair (0, 1)        -         |
+               no message of ranks  | a group of two for each pair | a group of all, which needs every link
 
 Rank 0 writes the report after every stage; a rank that dies ends the launch, and what was measured is in the file.
 """
@@ -19,26 +19,21 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from mindspeed_cp.algorithms import ALGORITHMS, build_plan
-from mindspeed_cp.data.lengths import sample_batch
-from mindspeed_cp.device.versions import version_report
-from mindspeed_cp.doctor import LONG_CASES, SHORT_CASES, check_operator
+from mindspeed_cp.doctor import run_checks
 from mindspeed_cp.doctor.findings import findings, is_ok, rank_tables
 from mindspeed_cp.doctor.kernel_capability import write_json
-from mindspeed_cp.doctor.kernel_timing import KernelSizes, measure_kernels
 from mindspeed_cp.doctor.links import NO_ANSWER, Launch, LinkTimer, error_text, first_error, join_process_group
-from mindspeed_cp.doctor.machine import device_memory, device_name, machine_status, npu_versions, rank_device, versions
+from mindspeed_cp.doctor.machine import device_memory, device_name, rank_device
 from mindspeed_cp.doctor.operator import (
     DTYPES,
     MAX_DIFFERENCE,
@@ -47,21 +42,18 @@ from mindspeed_cp.doctor.operator import (
     reference_results,
     relative_difference,
 )
-from mindspeed_cp.engine import context_parallel_attention, prepare
+from mindspeed_cp.engine import context_parallel_attention
 from mindspeed_cp.errors import ConfigError, PeerError, PlanError
 from mindspeed_cp.layout import Documents
-from mindspeed_cp.ops.host_memory import keep_freed_memory
 from mindspeed_cp.plan import AttentionConfig, Plan, Topology
 from mindspeed_cp.report.text import print_tables
 
-FORMAT = 1
+FORMAT = 2
 JOIN_SECONDS = 300.0  # until all ranks have reached the store
 STAGE_SECONDS = 600.0  # of a stage without messages on one rank
-TIMED_RUNS = 3  # of an algorithm
 MAX_REFERENCE_RANKS = 64  # the batch that is compared with fp64 grows with the ranks up to these
 MAX_BROKEN_LINKS = 12  # after which no more are measured
 MAX_NODE_ROUNDS = 7  # of pairs of nodes: all pairs of 8 nodes; of more nodes, each meets 7
-KERNEL_SECONDS = 5.0
 ATTENTION = AttentionConfig(8, 8, 64)
 
 #: Variables that libraries of communication and devices read.
@@ -71,23 +63,18 @@ PREFIXES = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of the measurements: tokens of a rank, type, rows of the largest timed tile, hidden size of the timed
-    matrix products, bytes of the largest message, and seconds until a silent link counts as hung."""
+class Sizes(NamedTuple):
+    """Type of the tensors, bytes of a timed message, and seconds until a silent link counts as hung."""
 
-    tokens_per_rank: int
     dtype: str
-    longest: int
-    hidden_size: int
     message_bytes: int
     link_seconds: float
 
 
 #: Devices that are measured. HCCL itself waits 120 s for a connection.
 DEFAULTS = {
-    "cpu": Sizes(1024, "fp32", 1024, 512, 8 << 20, 20.0),
-    "npu": Sizes(8192, "bf16", 16384, 4096, 64 << 20, 150.0),
+    "cpu": Sizes("fp32", 8 << 20, 20.0),
+    "npu": Sizes("bf16", 64 << 20, 150.0),
 }
 
 
@@ -138,14 +125,13 @@ class StoreAgreement:
         return json.loads(self.store.get(key))
 
 
-def check_ranks(launch: Launch, report: Path, kind: str, *, link_seconds: float | None, as_json: bool) -> int:
+def check_ranks(launch: Launch, report: Path, kind: str, *, as_json: bool) -> int:
     """Take part in the check as one of the ranks that torchrun started.
 
     Args:
         launch: this rank.
         report: file that rank 0 writes.
         kind: a key of DEFAULTS.
-        link_seconds: seconds until a silent link counts as hung; None: the device's.
         as_json: True to print the report as JSON.
 
     Returns:
@@ -169,8 +155,7 @@ def check_ranks(launch: Launch, report: Path, kind: str, *, link_seconds: float 
             "rank 0 has started and that no firewall is between"
         ) from None
     agreement = StoreAgreement(dist.PrefixStore("doctor", store), launch.rank, launch.ranks)
-    sizes = replace(DEFAULTS[kind], link_seconds=link_seconds or DEFAULTS[kind].link_seconds)
-    check = RanksCheck(launch, agreement, report, kind, sizes)
+    check = RanksCheck(launch, agreement, report, kind)
     try:
         check.run(sys.stderr if as_json else sys.stdout)
     finally:
@@ -193,13 +178,14 @@ class RanksCheck:
         report: on rank 0, what was measured, as JSON values.
     """
 
-    def __init__(self, launch: Launch, agreement: StoreAgreement, path: Path, kind: str, sizes: Sizes) -> None:
-        self.launch, self.agreement, self._path, self._kind, self._sizes = launch, agreement, path, kind, sizes
+    def __init__(self, launch: Launch, agreement: StoreAgreement, path: Path, kind: str) -> None:
+        self.launch, self.agreement, self._path, self._kind = launch, agreement, path, kind
+        self._sizes = DEFAULTS[kind]
         self._timer: LinkTimer | None = None
         self.report: dict[str, Any] = {
             "format": FORMAT, "finished": False, "nodes": launch.nodes, "ranks_per_node": launch.ranks_per_node,
-            "device": kind, **asdict(sizes),
-            "ranks": [], "operator": [], "kernels": [], "links": [], "algorithms": [], "failures": [], "seconds": {},
+            "device": kind, **self._sizes._asdict(),
+            "ranks": [], "links": [], "algorithms": [], "failures": [], "seconds": {},
         }  # fmt: skip
 
     def run(self, log: Any) -> None:
@@ -208,7 +194,7 @@ class RanksCheck:
         Raises:
             ConfigError: the report cannot be written.
         """
-        stages = (self._facts, self._operator, self._kernels, self._links, self._join, self._algorithms)
+        stages = (self._machine, self._links, self._join, self._algorithms)
         for number, stage in enumerate(stages):
             name, start = stage.__name__.strip("_"), time.monotonic()
             self._write(name)
@@ -250,42 +236,14 @@ class RanksCheck:
 
         return bool(self.agreement.agree(attempt(measure), judge, seconds))
 
-    def _facts(self) -> bool:
+    def _machine(self) -> bool:
         def measure() -> dict[str, Any]:
-            device, statuses = rank_device(self._kind, self.launch.local_rank), version_report()
-            return {
-                "host": platform.node(), "device": device_name(device), "memory": device_memory(device),
-                **machine_status(),
-                "versions": versions(statuses, False) | (npu_versions() if self._kind == "npu" else {}),
-                "refused": [f"{x.package} {x.version}: {x.reason}" for x in statuses if x.status == "refused"],
-                "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith(PREFIXES)},
-            }  # fmt: skip
+            device = rank_device(self._kind, self.launch.local_rank)
+            environment = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(PREFIXES)}
+            own = {"host": platform.node(), "device": device_name(device), "memory": device_memory(device)}
+            return {**own, "environment": environment, **run_checks(self._kind, self.launch.local_rank)}
 
-        return self._collect("facts", measure, self.report["ranks"].extend)
-
-    def _operator(self) -> bool:
-        cases = (*SHORT_CASES, *(LONG_CASES[:2] if self._kind != "cpu" else ()))
-
-        def measure() -> dict[str, Any]:
-            rows, _ = check_operator(self._kind, cases, local_rank=self.launch.local_rank)
-            return {"checks": len(rows), "failed": [row for row in rows if not row["ok"]]}
-
-        self._collect("operator", measure, self.report["operator"].extend)
-        return True
-
-    def _kernels(self) -> bool:
-        sizes, tokens = self._sizes, self._sizes.tokens_per_rank * self.launch.ranks
-        longest = max(1024, min(sizes.longest, tokens))
-        kernels = KernelSizes(ATTENTION, longest, sizes.hidden_size, DTYPES[sizes.dtype], KERNEL_SECONDS)
-
-        def measure() -> list[dict[str, Any]]:
-            with torch.no_grad():
-                rows = measure_kernels(rank_device(self._kind, self.launch.local_rank), kernels)
-            return [asdict(row) for row in rows]
-
-        self._collect("kernels", lambda: None)  # then all ranks measure at the same time, as in training
-        self._collect("kernels", measure, self.report["kernels"].extend)
-        return True
+        return self._collect("machine", measure, self.report["ranks"].extend)
 
     def _links(self) -> bool:
         """Measure pairs of ranks, each in a group of its own: a link that is broken spoils no other."""
@@ -332,69 +290,41 @@ class RanksCheck:
         return self._collect("join", measure, seconds=60.0 + 3 * self._sizes.link_seconds)
 
     def _algorithms(self) -> bool:
-        keep_freed_memory()  # as training does
-        documents = Documents(sample_batch("wikipedia", self._sizes.tokens_per_rank * self.launch.ranks))
-        return all(self._algorithm(name, documents) for name in ALGORITHMS)
+        return all(map(self._algorithm, ALGORITHMS))
 
-    def _algorithm(self, algorithm: str, documents: Documents) -> bool:
-        """Compare and time an algorithm; return False if a rank failed, after which the group is of no use."""
-        launch, topology = self.launch, Topology(self.launch.nodes, self.launch.ranks_per_node)
+    def _algorithm(self, algorithm: str) -> bool:
+        """Compare an algorithm; return False if a rank failed, after which the group is of no use."""
+        topology = Topology(self.launch.nodes, self.launch.ranks_per_node)
         try:
-            small, plan = (
-                build_plan(batch, topology, ATTENTION, algorithm)
-                for batch in (Documents(small_lengths(launch.ranks)), documents)
-            )
+            plan = build_plan(Documents(small_lengths(self.launch.ranks)), topology, ATTENTION, algorithm)
         except (ConfigError, PlanError) as error:  # on all ranks, which plan the same
             self.report["algorithms"].append({"algorithm": algorithm, "refused": str(error)})
             return True
 
-        def judge(rows: list[dict[str, Any]]) -> None:
-            wrong = [f"rank {rank}: {row['wrong']}" for rank, row in enumerate(rows) if row["wrong"] is not None]
-            seconds = float(np.median(np.max([row["seconds"] for row in rows], axis=0)))  # of the slowest rank
-            row = {"algorithm": algorithm, "wrong": "; ".join(wrong[:3]) or None, "seconds": seconds}
-            self.report["algorithms"].append(row)
+        def judge(rows: list[str | None]) -> None:
+            wrong = [f"rank {rank}: {text}" for rank, text in enumerate(rows) if text is not None]
+            self.report["algorithms"].append({"algorithm": algorithm, "wrong": "; ".join(wrong[:3]) or None})
 
-        def measure() -> dict[str, Any]:
-            return {"wrong": self._compare(small), "seconds": self._time_layers(plan)}
-
-        return self._collect(f"algorithm {algorithm}", measure, judge)
-
-    def _attention(self, plan: Plan, inputs: Sequence[torch.Tensor]) -> Callable[[], tuple[torch.Tensor, ...]]:
-        """Return a run that returns out, dq, dk and dv of this rank's rows of q, k, v and dout."""
-        assert self._timer is not None
-        q, k, v, dout = (x.to(DTYPES[self._sizes.dtype]).to(self._timer.device) for x in inputs)
-        leaves = [x.requires_grad_() for x in (q, k, v)]
-
-        def run() -> tuple[torch.Tensor, ...]:
-            out = context_parallel_attention(q, k, v, plan, timeout=self._sizes.link_seconds)
-            return out.detach(), *torch.autograd.grad(out, leaves, dout)
-
-        return run
+        return self._collect(f"algorithm {algorithm}", lambda: self._compare(plan), judge)
 
     def _compare(self, plan: Plan) -> str | None:
-        """Run a small plan forward and backward, and return how this rank's rows differ from dense attention in fp64.
+        """Run a plan forward and backward, and return how this rank's rows differ from dense attention in fp64.
 
         Every rank makes all inputs from the same seed, so that only the algorithm's own messages travel.
         """
-        key, rank = ReferenceKey(plan.documents, plan.documents, plan.attention, 0), self.launch.rank
-        results = self._attention(plan, [plan.layout.shard(x, rank) for x in reference_inputs(key)])()
+        assert self._timer is not None
+        key, rank = ReferenceKey(plan.documents, plan.documents, plan.attention), self.launch.rank
+        own = (plan.layout.shard(x, rank) for x in reference_inputs(key))
+        q, k, v, dout = (x.to(DTYPES[self._sizes.dtype]).to(self._timer.device) for x in own)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        out = context_parallel_attention(q, k, v, plan, timeout=self._sizes.link_seconds)
+        results = (out.detach(), *torch.autograd.grad(out, leaves, dout))
         for name, result in zip(("out", "dq", "dk", "dv"), results, strict=True):
             reference, limit = plan.layout.shard(reference_results(key)[name], rank), MAX_DIFFERENCE[self._sizes.dtype]
             difference = relative_difference(result.cpu(), reference) if len(reference) else 0.0
             if not difference <= limit:
                 return f"{name} differs from fp64 by {difference:.1e}, limit {limit:.0e}"
         return None
-
-    def _time_layers(self, plan: Plan) -> list[float]:
-        """Return the seconds of forward and backward of attention on this rank, of each repeat."""
-        assert self._timer is not None
-        attention, rank = plan.attention, self.launch.rank
-        prepare(plan, rank, dtype=DTYPES[self._sizes.dtype], device=self._timer.device)
-        generator, rows = torch.Generator().manual_seed(rank), int(plan.layout.token_counts[rank])
-        heads = attention.heads, attention.kv_heads, attention.kv_heads, attention.heads
-        run = self._attention(plan, [torch.randn(rows, n, attention.head_dim, generator=generator) for n in heads])
-        seconds = [self._timer.seconds(run) for _ in range(1 + TIMED_RUNS)]
-        return seconds[1:]  # the first connects, and loads kernels
 
 
 def small_lengths(ranks: int) -> list[int]:

@@ -25,7 +25,6 @@ COMMANDS = [
     ('A=(--x 1); A+=(--y); [ "$MISSING" ] || A+=(--z)\npython a.py "${A[@]}"', [("python", "a.py", "--x", "1", "--y", "--z")]),
     ("nohup torchrun a.py --x > log.txt 2>&1 &", [("torchrun", "a.py", "--x")]),
     ("torchrun a.py 2>&1 | tee logs/x.log", [("torchrun", "a.py")]),
-    ("torchrun a.py > logs/here/x.log", [("torchrun", "a.py")]),
     ("env A=3 timeout 9 numactl -N 0 bash -c 'python a.py $A'", [("python", "a.py", "3")]),
     ('srun -N 2 --export=ALL bash -c "torchrun a.py --n $(seq 2 | tail -1)"', [("torchrun", "a.py", "--n", "2")]),
     ("export PATH=/usr/local/bin:/usr/bin:/bin:$PATH\npython3 a.py", [("python3", "a.py")]),
@@ -43,22 +42,6 @@ def test_commands_are_recorded_as_bash_gives_them(text: str, commands: list[tupl
     recording = recorded(text, tmp_path, "one")
     assert list(recording.commands) == commands, recording.errors
     assert not recording.timed_out
-
-
-def test_nothing_real_runs_and_nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "old.log").write_text("of the last training\n")
-    (tmp_path / "config.json").write_text("{}\n")
-    text = (
-        'cd "$(dirname "$0")"\nrm -rf config.json; mkdir -p made; sed -i s/{/x/ config.json; touch touched\n'
-        f"torchrun a.py > {tmp_path}/old.log\npython b.py\n"
-    )
-    recording = recorded(text, tmp_path)
-    assert {words[0] for words in recording.commands} >= {"rm", "touch", "python"}
-    assert ("torchrun", "a.py") in recording.commands
-    assert (tmp_path / "old.log").read_text() == "of the last training\n"
-    assert (tmp_path / "config.json").read_text() == "{}\n"
-    assert sorted(os.listdir(tmp_path)) == ["config.json", "launch.sh", "old.log"]
 
 
 def test_files_beside_the_caller_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,6 +88,7 @@ def test_there_is_no_network_where_the_system_lets_us(tmp_path: Path) -> None:
 
 
 WRITES = """
+rm -rf logs/old.txt; mkdir -p made; sed -i s/as/x/ logs/old.txt; touch touched
 echo x >> logs/old.txt
 echo x > logs/old.txt
 echo x > top.txt
@@ -128,7 +112,7 @@ def test_nothing_that_a_script_writes_stays(tmp_path: Path, monkeypatch: pytest.
     assert names == ["elsewhere", "launch", "launch/launch.sh", "launch/logs", "launch/logs/old.txt"]
     assert (folders[0] / "logs" / "old.txt").read_text() == "as it was"
     shown = [command[-1] for command in recording.commands]
-    assert shown == ["--a", "--b", "x"]  # as if they had been written
+    assert shown == ["logs/old.txt", "touched", "--a", "--b", "x"]  # as if they had been written
 
 
 def test_no_other_process_and_no_program_with_a_path_is_reached(tmp_path: Path) -> None:

@@ -146,4 +146,4 @@ def test_layers_do_not_wait_for_the_host(how: dict[str, Any]) -> None:
 def test_the_doctor() -> None:
     report = run_checks("cuda")
     assert report["ok"], [row for row in report["checks"] if not row["ok"]]
-    assert {row["dtype"] for row in report["kernels"]} == {"fp32", "fp16", "bf16"}
+    assert {row["dtype"] for row in report["checks"]} == {"fp32", "fp16", "bf16"}

@@ -167,7 +167,6 @@ def test_a_variant_that_failed_and_is_named_is_told_by_its_own_key(tmp_path: Pat
         (["--device", "cpu", "--npu-profile", "x.json"], "error: --npu-profile x.json: --device cpu has none; use --device npu"),
         (["--npu-profile", "nowhere/doctor.json"], "error: --npu-profile nowhere/doctor.json: there is no folder nowhere"),
         (["--npu-profile", "mine.yaml"], "error: --npu-profile mine.yaml: the suffix is '.yaml'; valid: a file name with .json"),
-        (["--row-seconds", "0"], "error: --row-seconds 0: must be above 0, at most 86400, or left out"),
     ],
 )  # fmt: skip
 def test_the_command_refuses_what_it_cannot_do(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:  # fmt: skip

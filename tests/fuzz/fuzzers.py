@@ -173,10 +173,10 @@ def corpora(generator: random.Random, folder: Path) -> None:
 
 
 OPTIONS = {
-    "plan": ("--lengths", "--kv-lengths", "--mask", "--ranks", "--nodes", "--ranks-per-node", "--algorithm", "--heads", "--set", "--verify", "--json"),
+    "plan": ("--lengths", "--mask", "--ranks", "--nodes", "--ranks-per-node", "--algorithm", "--heads", "--set", "--verify", "--json"),
     "simulate": ("--lengths", "--cluster", "--nodes", "--ranks-per-node", "--tokens-per-rank", "--batches", "--algorithms", "--json"),
     "train": ("--nproc", "--set", "--resume", "--no-resume", "--json"),
-    "doctor": ("--link-seconds",),
+    "doctor": ("--report", "--json"),
     "calibrate": ("--base", "--dtype", "--longest", "--heads"),
 }  # fmt: skip
 WORDS = (

@@ -37,8 +37,7 @@ def short_doctor(words: list[str]) -> None:
     """The command line, whose doctor has the short cases and the quick rows of variants in fp32."""
     from mindspeed_cp import doctor
 
-    rows = [case for case in doctor.CAPABILITY_CASES if any(word in case.case.name for word in QUICK)]
-    capability_calls = doctor.capability_calls
+    rows = [row for row in doctor.capability_calls() if row[1] == "fp32" and any(word in row[2].kind for word in QUICK)]
     doctor.LONG_CASES = ()
-    doctor.capability_calls = lambda seed, _: [call for call in capability_calls(seed, rows) if call[1] == "fp32"]
+    doctor.capability_calls = lambda: rows
     command(words)
