@@ -86,9 +86,6 @@ class TrainSettings(Section):
     deterministic_mode: bool = Field(
         default=False, description="two runs with the same settings and ranks give the same bits"
     )
-    prefetch_micro_batches: PositiveInt = Field(
-        default=2, description="micro-batches packed and planned ahead, in a thread of each rank"
-    )
     threads_per_rank: PositiveInt | None = Field(
         default=None, description="CPU threads of a rank; null: an equal share of the cores"
     )
@@ -128,9 +125,6 @@ class CheckpointSettings(Section):
         default=50, description="steps between checkpoints; 0: only at the end and when stopped"
     )
     keep: PositiveInt = Field(default=2, description="number of newest checkpoints that stay on disk")
-    resume: bool = Field(
-        default=True, description="continue from the newest checkpoint in output.folder; false: fail if there is one"
-    )
 
 
 class OutputSettings(Section):

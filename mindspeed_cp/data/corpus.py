@@ -11,10 +11,10 @@ from __future__ import annotations
 import json
 import os
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -30,24 +30,6 @@ MAX_BYTES = 2**31  # of all files of a corpus
 NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
 
 
-def tokenize(content: bytes, end: bool = True) -> np.ndarray:
-    """Return the tokens of `content` and, if `end`, a final EOD; int64 [bytes + end]."""
-    tokens = np.full(len(content) + end, EOD, np.int64)
-    tokens[: len(content)] = np.frombuffer(content, np.uint8)
-    return tokens
-
-
-class Corpus(Protocol):
-    """Documents of known lengths, numbered from 0; `open_corpus` returns one of files."""
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Number of tokens of each document, int64 [documents]."""
-
-    def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return tokens start .. stop-1 of a document, int64 [stop - start]; by default all."""
-
-
 class FileCorpus:
     """Documents in memory: the tokens of a document are its bytes and EOD; an empty one has one token."""
 
@@ -60,8 +42,18 @@ class FileCorpus:
     def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return tokens start .. stop-1 of a document, int64 [stop - start]; by default all; the last one is EOD."""
         text = self._texts[document]
-        stop = len(text) + 1 if stop is None else stop
-        return tokenize(text[start:stop], end=start < stop == len(text) + 1)
+        tokens = np.full((len(text) + 1 if stop is None else stop) - start, EOD, np.int64)
+        content = np.frombuffer(text[start : start + len(tokens)], np.uint8)
+        tokens[: len(content)] = content
+        return tokens
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of all documents, 32 hexadecimal digits: equal lengths do not mean equal contents."""
+        digest = blake2b(self.lengths.astype("<i8").tobytes(), digest_size=16)
+        for text in self._texts:
+            digest.update(text)
+        return digest.hexdigest()
 
 
 def open_corpus(source: str | Path) -> FileCorpus:
@@ -73,7 +65,8 @@ def open_corpus(source: str | Path) -> FileCorpus:
             name). A .jsonl file has one document per line, {"text": "..."}; any other file is one document.
 
     Raises:
-        ConfigError: the source does not exist, it has no such file, or a line is not a JSON object with a "text".
+        ConfigError: the source does not exist, it has no such file or no text, or a line is not a JSON object with a
+            "text".
     """
     if str(source) == STDLIB:
         paths = _files_below(Path(sysconfig.get_path("stdlib")), (".py",), NOT_STDLIB)
@@ -98,9 +91,9 @@ def open_corpus(source: str | Path) -> FileCorpus:
                     texts.append(opened.read())
         except OSError as error:
             raise ConfigError(f"{shown}: cannot be read ({error.strerror})") from None
-    if not texts:
+    if not any(texts):
         raise ConfigError(
-            f"corpus {printable_path(Path(source))}: has no document; its {JSON_LINES} files have no lines"
+            f"corpus {printable_path(Path(source))}: none of its {len(texts)} documents has text; nothing can be learned"
         )
     return FileCorpus(texts)
 
@@ -154,14 +147,6 @@ def _files_below(root: Path, suffixes: tuple[str, ...], skip: frozenset[str] = f
     return [path for _, path in sorted(files)]
 
 
-def check_learnable(corpus: Corpus, source: str) -> None:
-    """Raise ConfigError if there is no token to predict: all documents are empty."""
-    if corpus.lengths.max(initial=0) < 2:
-        raise ConfigError(
-            f"corpus {source}: all of its {len(corpus.lengths)} documents are empty; nothing can be learned"
-        )
-
-
 def printable_path(path: Path) -> str:
     """Return a path as text; bytes that are not UTF-8 are escaped."""
     return str(path).encode("utf-8", "backslashreplace").decode()
@@ -185,29 +170,3 @@ def _text_of(line: bytes, where: str) -> bytes:
     except UnicodeEncodeError as error:  # JSON can hold half a surrogate pair
         problem = f'"text" has half a surrogate pair at character {error.start}'
         raise ConfigError(f"{where}: {problem}; mend the line") from None
-
-
-# Digests of what documents contain: equal lengths do not mean equal documents. Ranks compare that of the corpus at the
-# start, and a resumed run with its checkpoint. Rows are digested, too (:class:`mindspeed_cp.data.stream.ReplicaBatch`).
-
-DIGEST_BITS = 52  # ranks compare digests as float64, which holds integers of this size exactly
-
-
-def corpus_digest(corpus: Corpus) -> str:
-    """Return the digest of all documents, 32 hexadecimal digits."""
-    digest = blake2b(np.asarray(corpus.lengths).astype("<i8").tobytes(), digest_size=16)
-    for document in range(len(corpus.lengths)):
-        digest.update(_as_bytes(corpus.tokens(document)))
-    return digest.hexdigest()
-
-
-def rows_digest(rows: Iterable[np.ndarray]) -> int:
-    """Return a digest of the contents of some rows, an integer of DIGEST_BITS."""
-    digest = blake2b(digest_size=8)
-    for tokens in rows:
-        digest.update(_as_bytes(tokens))
-    return int.from_bytes(digest.digest(), "little") >> (64 - DIGEST_BITS)
-
-
-def _as_bytes(tokens: np.ndarray) -> bytes:
-    return np.asarray(tokens).astype("<u4").tobytes()

@@ -10,8 +10,7 @@ from hashlib import blake2b
 import numpy as np
 
 from mindspeed_cp.data.balance import assign
-from mindspeed_cp.data.corpus import DIGEST_BITS
-from mindspeed_cp.data.pool import PoolModel, pooled_micro_batches
+from mindspeed_cp.data.pool import PoolModel
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +38,8 @@ class DispatchedBatch:
 
     @property
     def digest(self) -> int:
-        """Hash of the documents, their assignment and whether they are pooled, an integer of 52 bits."""
+        """Hash of the documents, their assignment and whether they are pooled, an integer of 52 bits: ranks compare it
+        as float64, which holds it exactly."""
         digest = blake2b(digest_size=8, person=b"pool" if self.pooled else b"")
         for replica in self.micro_batches:
             digest.update(len(replica).to_bytes(8, "little"))
@@ -47,7 +47,7 @@ class DispatchedBatch:
                 digest.update(len(numbers).to_bytes(8, "little"))
                 for name in ("document", "start", "length"):
                     digest.update(self.chunks[name][numbers].astype("<i8").tobytes())
-        return int.from_bytes(digest.digest(), "little") >> (64 - DIGEST_BITS)
+        return int.from_bytes(digest.digest(), "little") >> 12
 
 
 @dataclass(frozen=True)
@@ -107,20 +107,24 @@ class Dispatcher:
     def _fastest(
         self, batch: DispatchedBatch, model: PoolModel, costs: np.ndarray, row_of_chunk: np.ndarray
     ) -> DispatchedBatch:
-        """Return the batch on replicas, as it is given, or on the pool, as is modelled to be faster."""
-        lengths = batch.chunks["length"]
-        pooled = pooled_micro_batches(
+        """Return the batch on replicas, as it is given, or on the pool, as is modelled to be faster.
+
+        The pool has as few micro-batches as there can be, equal in modelled time, each with as many tokens as the
+        replicas have room for together; one replica's row is in the micro-batch of the same number.
+        """
+        lengths, replicas = batch.chunks["length"], self.replicas
+        pooled = assign(
             lengths,
-            costs,
-            self.replicas,
-            context=self.context,
+            costs / replicas,
+            1,
+            token_bound=self.context * replicas,
             per_micro_batch=self.per_micro_batch,
-            rows=row_of_chunk,
-        )
+            rows=row_of_chunk // replicas,
+        ).rows(0)
         order = np.argsort(-batch.seconds, kind="stable")
         choice = model.choose(lengths, [batch.micro_batches[replica] for replica in order], pooled)
         if choice.pooled:
-            return replace(batch, micro_batches=[pooled] * self.replicas, seconds=choice.seconds, pooled=True)
-        seconds = np.empty(self.replicas)
+            return replace(batch, micro_batches=[pooled] * replicas, seconds=choice.seconds, pooled=True)
+        seconds = np.empty(replicas)
         seconds[order] = choice.seconds
         return replace(batch, seconds=seconds)

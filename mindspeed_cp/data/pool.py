@@ -16,7 +16,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from mindspeed_cp.algorithms import build_plan
 from mindspeed_cp.algorithms.hierarchical import choose_placement
 from mindspeed_cp.cluster import LayerCost
 from mindspeed_cp.cluster.cluster import cluster_of
-from mindspeed_cp.data.balance import LINEAR_KERNELS, assign
+from mindspeed_cp.data.balance import LINEAR_KERNELS
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig, Topology
@@ -113,10 +112,6 @@ class PoolModel:
             is_pooled = any(self._simulate(lengths, replicas[number], self.replica) > least for number in slowest_first)
         return PoolChoice(True, np.full(len(replicas), of_pool)) if is_pooled else PoolChoice(False, of_replicas)
 
-    @cached_property
-    def _placement_options(self) -> dict[str, Any]:
-        return {name: value for name, value in self.options.items() if name in PLACEMENT_OPTIONS}
-
     def _estimate_or_never(self, lengths: np.ndarray, micro_batches: MicroBatches, topology: Topology) -> float:
         """Return the same as `_estimate`; infinity if some micro-batch cannot be planned."""
         try:
@@ -128,11 +123,11 @@ class PoolModel:
         """Return the seconds of micro-batches, one after the other: of the placement model, or simulated."""
         if self.attention.window is not None:
             return self._simulate(lengths, micro_batches, topology)
+        options = {name: value for name, value in self.options.items() if name in PLACEMENT_OPTIONS}
         seconds = []
         for numbers in micro_batches:
             documents = Documents(lengths[numbers])
-            result = choose_placement(documents, documents, topology, self.attention, **self._placement_options)
-            seconds.append(result.score.total)
+            seconds.append(choose_placement(documents, documents, topology, self.attention, **options).score.total)
         return self._step_seconds(seconds)
 
     def _simulate(self, lengths: np.ndarray, micro_batches: MicroBatches, topology: Topology) -> float:
@@ -148,31 +143,3 @@ class PoolModel:
         """Return the seconds of a step from those of a layer in each micro-batch."""
         launches = self.layers * LINEAR_KERNELS * cluster_of(self.replica).launch  # besides attention
         return sum(self.layers * layer + launches for layer in layer_seconds)
-
-
-def pooled_micro_batches(
-    lengths: np.ndarray,
-    work: np.ndarray,
-    replicas: int,
-    *,
-    context: int,
-    per_micro_batch: float = 0.0,
-    rows: np.ndarray | None = None,
-) -> list[np.ndarray]:
-    """Return the documents of each micro-batch of the pool, int64: as few micro-batches as there can be, equal in
-    modelled time, each with as many tokens as the replicas have room for together.
-
-    Args:
-        lengths: tokens of each document, int64 [documents].
-        work: modelled seconds of each on the ranks of one replica, float64 [documents].
-        replicas: number of data-parallel replicas.
-        context: maximum number of tokens in a micro-batch of one replica.
-        per_micro_batch: modelled time that a micro-batch takes in addition to its documents.
-        rows: row of each document as it was packed, int64 [documents]; row i is of replica i % replicas.
-
-    Raises:
-        ConfigError: a document is longer than such a micro-batch.
-    """
-    of_pool = None if rows is None else rows // replicas
-    bound = context * replicas
-    return assign(lengths, work / replicas, 1, token_bound=bound, per_micro_batch=per_micro_batch, rows=of_pool).rows(0)

@@ -9,7 +9,7 @@
     loop                the steps of a run
     checkpoint          state on disk, by torch.distributed.checkpoint
     run_files, output   what else a run writes and shows
-    checks, bad_steps   what ends a run, or skips a step, before wrong numbers are kept
+    checks              what ends a run, or skips a step, before wrong numbers are kept
 
 Importing this package imports neither torch nor Megatron.
 """

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 
 from mindspeed_cp.config.candidates import compared_algorithms, compared_settings
-from mindspeed_cp.data import Dispatcher, PackedStream
+from mindspeed_cp.data.dispatch import Dispatcher
+from mindspeed_cp.data.stream import PackedStream
 from mindspeed_cp.errors import DivergenceError
 from mindspeed_cp.plan import Plan, traffic
 from mindspeed_cp.report.text import Table, format_bytes

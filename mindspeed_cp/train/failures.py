@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import os
 import signal
-import sys
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -42,22 +41,20 @@ def classify_error(error: BaseException) -> tuple[str, str, int]:
     """Return kind, one line and exit code for the error that ended a rank.
 
     Kinds: input, corruption (a rank computed wrong numbers), divergence (the loss is not finite or a spike), peer,
-    files (a disk is full, a checkpoint cannot be written), device (an NPU, its operator or HCCL refused or failed),
-    stopped, and bug for everything else.
+    files (a disk is full, a checkpoint cannot be written), device (an NPU, its operator or HCCL refused or failed), and
+    bug for everything else.
     """
     if isinstance(error, (ConfigError, PlanError)):
         return "input", str(error), BAD_INPUT
     for kind, types in (
-        ("corruption", CorruptionError), ("peer", PeerError), ("divergence", DivergenceError), ("stopped", Stopped),
-        ("device", OperatorError),
+        ("corruption", CorruptionError), ("peer", PeerError), ("divergence", DivergenceError), ("device", OperatorError),
     ):  # fmt: skip
         if isinstance(error, types):
             return kind, str(error), FAILED
     if isinstance(error, OSError):
         return "files", _file_error(error), FAILED
-    cause = checkpoint_cause(error) or error.__cause__
-    if cause is not None and (isinstance(cause, OSError) or checkpoint_cause(error) is not None):
-        return classify_error(cause)
+    if isinstance(error.__cause__, OSError):
+        return classify_error(error.__cause__)
     text = str(error)
     if isinstance(error, RuntimeError) and npu_errors.classify_hccl_error(text) is not None:
         return "peer" if npu_errors.is_lost_peer(text) else "device", npu_errors.hccl_error_line(text), FAILED
@@ -69,15 +66,6 @@ def classify_error(error: BaseException) -> tuple[str, str, int]:
         if part in text:
             return "files", f"{text.splitlines()[0]}; {remedy}", FAILED
     return "bug", f"{type(error).__name__}: {error}", FAILED
-
-
-def checkpoint_cause(error: BaseException) -> BaseException | None:
-    """Return the error of the first rank that failed, which torch's CheckpointException (a BaseException) wraps."""
-    module = sys.modules.get("torch.distributed.checkpoint.api")  # not imported: nothing can have raised it
-    if module is None or not isinstance(error, module.CheckpointException) or not error.failures:
-        return None
-    cause = min(error.failures.items())[1][0]
-    return checkpoint_cause(cause) or cause
 
 
 def is_lost_rank_error(error: BaseException) -> bool:
@@ -125,13 +113,6 @@ def _file_error(error: OSError) -> str:
     return text
 
 
-LAUNCHER_DEATH = "the death of the launcher"
-
-
-class Stopped(Exception):
-    """A rank was asked to stop and cannot finish its step; carries one line."""
-
-
 def stop_signals() -> tuple[signal.Signals, ...]:
     """Return SIGTERM, SIGINT, and SIGHUP (a closed terminal) unless it is ignored, as by nohup."""
     always = (signal.SIGTERM, signal.SIGINT)
@@ -161,7 +142,7 @@ class StopRequest:
     def reason(self) -> str | None:
         """Source of the request, as in "stopped by ...", or None."""
         if os.getppid() != self._parent:  # torch has the system send SIGINT then, other launchers nothing
-            self._reason = LAUNCHER_DEATH
+            self._reason = "the death of the launcher"
         return self._reason
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -18,11 +18,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
+from unittest.mock import patch
 
 from mindspeed_cp.config.rules import data_parallel_size
 from mindspeed_cp.config.settings import Settings
@@ -57,8 +58,7 @@ _ABORTED = (
 )
 #: Kinds of failures, the likeliest cause first, not those that follow from it.
 _KINDS = (
-    *("input", "corruption", "killed", "files", "device", "divergence", "bug", "stopped", "aborted", "peer"),
-    "terminated",
+    *("input", "corruption", "killed", "files", "device", "divergence", "bug", "aborted", "peer", "terminated"),
 )
 
 
@@ -106,7 +106,7 @@ def run_under_launcher(settings: Settings, *, as_json: bool) -> int:
         if kind == "bug":
             raise
         rank = os.environ["RANK"]
-        prefix = "" if rank == "0" or kind in ("corruption", "divergence", "peer", "stopped") else f"rank {rank}: "
+        prefix = "" if rank == "0" or kind in ("corruption", "divergence", "peer") else f"rank {rank}: "
         print(f"error: {prefix}{' '.join(line.split())}", file=sys.stderr)
         _exit(code)
     return OK
@@ -124,8 +124,6 @@ def verdict(failures: Sequence[Failure], stop_signal: str | None) -> tuple[int, 
         return BAD_INPUT, failure.line
     if stop_signal is not None and failure.kind in ("peer", "terminated"):  # in a step that could not be finished
         return OK, f"stopped by {stop_signal}; {_RESUME}, if there is one"
-    if failure.kind == "stopped":
-        return OK, failure.line
     if failure.kind in ("killed", "aborted", "terminated"):
         return FAILED, f"rank {failure.rank} {failure.line}, and the other ranks were stopped; {_RESUME}"
     return FAILED, f"rank {failure.rank} failed: {failure.line}" if failure.kind in ("bug", "device") else failure.line
@@ -241,8 +239,7 @@ def _rank(local: int, ranks: int, launcher: int, folder: Path, settings: str, as
     _exit(OK)
 
 
-@contextmanager
-def uncompiled_megatron() -> Iterator[None]:
+def uncompiled_megatron() -> AbstractContextManager[Any]:
     """Leave the functions that Megatron-core would fuse as they are written, if it is imported in this block.
 
     Megatron-core passes some thirty small functions to torch.compile while it is imported, which imports the whole
@@ -250,14 +247,7 @@ def uncompiled_megatron() -> Iterator[None]:
     on the CPU would wait for a C++ compiler, and torch_npu brings none. Megatron-core's own `disable_jit_fuser` comes
     too late, since its package has used the decorator by then.
     """
-    import torch
-
-    compile_before = torch.compile
-    torch.compile = _as_written  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.compile = compile_before
+    return patch("torch.compile", _as_written)
 
 
 def _as_written(function: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -275,7 +265,6 @@ def run_rank(settings: Settings, *, as_json: bool, store_file: Path | None = Non
     Raises:
         ConfigError: A setting cannot be used.
         PeerError: Another rank died; the error names it where that can be found out.
-        Stopped: The rank was asked to stop in a step that cannot be finished.
     """
     faulthandler.enable(2)  # a crash in a library leaves its stacks on standard error
     open_files.raise_limit()

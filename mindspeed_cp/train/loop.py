@@ -14,14 +14,14 @@ from mindspeed_cp.algorithms import AUTO, build_plan
 from mindspeed_cp.comm import warm_up
 from mindspeed_cp.config.derived import training_plan_options
 from mindspeed_cp.config.settings import Settings
-from mindspeed_cp.data import PackedStream, check_learnable, corpus_digest, open_corpus
+from mindspeed_cp.data.corpus import open_corpus
+from mindspeed_cp.data.stream import PackedStream
 from mindspeed_cp.engine.attention_check import AttentionCheck
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.megatron import check_tokens_per_step
-from mindspeed_cp.train.bad_steps import BadStepPolicy
-from mindspeed_cp.train.checkpoint import resume, save_checkpoint
-from mindspeed_cp.train.checks import QueueProbe, check_same_start
+from mindspeed_cp.train.checkpoint import check_storage, resume, save_checkpoint
+from mindspeed_cp.train.checks import BadStepPolicy, QueueProbe, check_same_start
 from mindspeed_cp.train.comparison import run_comparison
 from mindspeed_cp.train.failures import StopRequest
 from mindspeed_cp.train.micro_batch_loader import MicroBatchLoader, make_dispatcher
@@ -46,7 +46,6 @@ def train(world: World) -> dict[str, Any] | None:
             ranks raise it).
         DiskError: A checkpoint cannot be written.
         PeerError: Another rank died.
-        Stopped: The rank was asked to stop while a batch did not come.
     """
     settings = world.settings
     if settings.context_parallel_suite.algorithm == AUTO:  # process groups depend on it, and exist already
@@ -54,6 +53,7 @@ def train(world: World) -> dict[str, Any] | None:
             "context_parallel_suite.algorithm is 'auto': give mindspeed_cp.config.candidates.resolve_auto(settings)"
         )
     check_tensorboard(settings)
+    check_storage()
     files = RunFiles(Path(settings.output.folder))
     with ExitStack() as stack:
         if world.is_first:
@@ -61,14 +61,12 @@ def train(world: World) -> dict[str, Any] | None:
             stack.enter_context(files.locked())
         world.barrier()
         corpus = open_corpus(settings.data.corpus)
-        check_learnable(corpus, settings.data.corpus)
-        digest = corpus_digest(corpus)
-        check_same_start(world, digest)
+        check_same_start(world, corpus.digest)
         context, rows = settings.data.seq_length, settings.train.global_batch_size
         check_tokens_per_step(rows * context)
 
         def new_stream() -> PackedStream:
-            return PackedStream(corpus, context, settings.train.seed, world.replica, world.replicas, digest=digest)
+            return PackedStream(corpus, context, settings.train.seed, world.replica, world.replicas)
 
         stream = new_stream()
         stack.enter_context(_deterministic(settings.train.deterministic_mode))
@@ -93,7 +91,7 @@ def train(world: World) -> dict[str, Any] | None:
                 writer.comparison(comparison)
         policy, queue = BadStepPolicy(settings), QueueProbe(world.device, world.rank)
         interval, last, stopped_by = settings.checkpoint.save_interval, settings.train.train_iters, None
-        batches = stack.enter_context(MicroBatchLoader(training, stream, dispatcher, stop_request))
+        batches = stack.enter_context(MicroBatchLoader(training, stream, dispatcher))
         while progress.step < last and stopped_by is None:
             step = progress.step + 1
             with _traced(training, files, step):

@@ -14,7 +14,7 @@ import torch
 from mindspeed_cp.config.model import MLA_KEYS, MOE_KEYS
 from mindspeed_cp.config.rules import VOCAB_SIZE_DIVISIBLE_BY
 from mindspeed_cp.config.settings import Settings
-from mindspeed_cp.data import VOCAB_SIZE
+from mindspeed_cp.data.corpus import VOCAB_SIZE
 from mindspeed_cp.megatron import install, install_model, layer_attentions, local_spec, megatron_imports
 from mindspeed_cp.plan import AttentionConfig
 from mindspeed_cp.train.world import EXPERT_TENSOR_PARALLEL, World

@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from mindspeed_cp.config.settings import Settings
-from mindspeed_cp.data import Corpus
+
 from mindspeed_cp.device.select import cann_version, unknown_cann_note
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.report.text import Table, print_tables, wrap_text

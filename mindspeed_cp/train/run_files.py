@@ -33,7 +33,7 @@ class RunFiles:
 
     Attributes:
         folder: output.folder.
-        checkpoints, latest: folder of the checkpoints, and the file with the name of the newest complete one.
+        checkpoints, latest: folder of the checkpoints, and the file with the name of the newest one.
         tensorboard: folder of TensorBoard's events.
         metrics, settings, summary: the other files of the folder.
     """

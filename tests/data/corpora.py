@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from hypothesis import HealthCheck, settings
 
-from mindspeed_cp.data import PackedRow, PackedStream
+from mindspeed_cp.data.stream import PackedRow, PackedStream
 
 #: For property tests: a machine that does something else meanwhile must not fail them.
 law = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])

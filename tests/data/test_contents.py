@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mindspeed_cp.data import Dispatcher, PackedStream, corpus_digest
+from mindspeed_cp.data.dispatch import Dispatcher
+from mindspeed_cp.data.stream import PackedStream
 from mindspeed_cp.errors import ConfigError
 from tests.data.corpora import ListCorpus
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_cp.data import EOD, VOCAB_SIZE, FileCorpus, check_learnable, open_corpus, tokenize
+from mindspeed_cp.data.corpus import EOD, FileCorpus, VOCAB_SIZE, open_corpus
 from mindspeed_cp.data.corpus import NOT_STDLIB
 from mindspeed_cp.errors import ConfigError
 from tests.data.corpora import law

@@ -12,7 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mindspeed_cp.cluster import LayerCost, load_cluster
-from mindspeed_cp.data import Dispatcher, DocumentCost, PackedStream, PoolModel
+from mindspeed_cp.data.balance import DocumentCost
+from mindspeed_cp.data.dispatch import Dispatcher
+from mindspeed_cp.data.pool import PoolModel
+from mindspeed_cp.data.stream import PackedStream
 from mindspeed_cp.data.packing import DOC_CHUNK
 from mindspeed_cp.data.pool import pooled_micro_batches
 from mindspeed_cp.errors import ConfigError

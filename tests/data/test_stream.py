@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindspeed_cp.data import EOD, VOCAB_SIZE, Dispatcher, PackedStream, open_corpus
+from mindspeed_cp.data.corpus import EOD, VOCAB_SIZE, open_corpus
+from mindspeed_cp.data.dispatch import Dispatcher
+from mindspeed_cp.data.stream import PackedStream
 from mindspeed_cp.errors import ConfigError
 from tests.data.corpora import ListCorpus, epoch_of, first_epoch, law, same
 

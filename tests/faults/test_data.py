@@ -81,7 +81,7 @@ def test_rank_with_other_settings_or_corpus_is_named(
 
 def read_otherwise(settings: str) -> str:
     """In a rank: rank 1 reads other bytes, as from a disk that fails, after its start."""
-    from mindspeed_cp.data import FileCorpus
+    from mindspeed_cp.data.corpus import FileCorpus
     from mindspeed_cp.train import loop
 
     loop.corpus_digest = lambda corpus: ""

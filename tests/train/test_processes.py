@@ -113,7 +113,7 @@ def test_steps_go_on_when_the_terminal_is_gone(program: str, works: bool) -> Non
 
 def waits_for_ever(settings: str) -> str:
     """The second global batch, of which step 2 is, never comes; SIGTERM does."""
-    from mindspeed_cp.data import PackedStream
+    from mindspeed_cp.data.stream import PackedStream
     from mindspeed_cp.train import micro_batch_loader as batches
 
     make, take = PackedStream.next_batch, batches.MicroBatchLoader.__next__
