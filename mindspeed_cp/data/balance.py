@@ -64,16 +64,6 @@ class Assignment:
         documents = np.flatnonzero(self.replica == replica)
         return [documents[self.micro_batch[documents] == number] for number in range(self.counts[replica])]
 
-    @property
-    def slowest(self) -> float:
-        """Modelled time of the slowest replica."""
-        return float(self.seconds.max())
-
-    @property
-    def imbalance(self) -> float:
-        """Modelled time of the slowest replica divided by the mean; 1.0 if all times are 0."""
-        return self.slowest / float(self.seconds.mean()) if self.seconds.any() else 1.0
-
 
 def assign(
     lengths: Sequence[int] | np.ndarray,

@@ -38,7 +38,7 @@ from mindspeed_cp.megatron import megatron_imports
 from mindspeed_cp.train.checks import HISTORY, check_same_run, identity
 from mindspeed_cp.train.failures import is_lost_rank_error, is_out_of_memory
 from mindspeed_cp.train.model import TrainingModel
-from mindspeed_cp.train.run_files import RunFiles, disk_error, error_text, sync_folder, write_text
+from mindspeed_cp.train.run_files import RunFiles, disk_error, error_text, write_text
 from mindspeed_cp.train.step import StepResult
 from mindspeed_cp.train.world import World
 
@@ -238,8 +238,7 @@ def save_checkpoint(files: RunFiles, training: TrainingModel, progress: Progress
         if final.exists():
             shutil.rmtree(final)
         os.replace(partial, final)
-        sync_folder(files.checkpoints)
-        write_text(files.latest, final.name + "\n")
+        write_text(files.latest, final.name + "\n")  # makes both names durable
         _prune(files, settings.checkpoint.keep, progress.step)
 
     _on_all_ranks(begin, files, world, only_first=True)

@@ -108,7 +108,8 @@ def disk_error(error: BaseException, folder: Path) -> DiskError:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file atomically: readers see the old or the new text, also after a power failure.
+    """Replace a file atomically: readers see the old or the new text, also after a power failure; all names in its
+    folder are made durable.
 
     Raises:
         DiskError: It cannot be written; the old text stays.
@@ -122,18 +123,13 @@ def write_text(path: Path, text: str) -> None:
 
     try:
         replace_file(path, write)
-        sync_folder(path.parent)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
     except OSError as error:
         raise disk_error(error, path.parent) from None
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -332,13 +332,6 @@ def pick_device(name: str, local_rank: int, local_ranks: int) -> torch.device:
     return device
 
 
-def unused_accelerator(device: torch.device) -> str | None:
-    """Return an accelerator of this machine that train.device leaves unused, and how to use it; or None."""
-    if device.type == "cpu" and torch.cuda.is_available():
-        return "this machine has a CUDA device, which is not used; train.device: cuda uses it"
-    return None
-
-
 def _usable_cores() -> int:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
