@@ -22,7 +22,7 @@ from mindspeed_cp.megatron import check_tokens_per_step
 from mindspeed_cp.train.checkpoint import check_storage, resume, save_checkpoint
 from mindspeed_cp.train.checks import BadStepPolicy, QueueProbe, check_same_start
 from mindspeed_cp.train.comparison import run_comparison
-from mindspeed_cp.train.failures import StopRequest
+from mindspeed_cp.train.launch import StopRequest
 from mindspeed_cp.train.micro_batch_loader import MicroBatchLoader, make_dispatcher
 from mindspeed_cp.train.model import TrainingModel, build_training_model
 from mindspeed_cp.train.output import RunWriter, check_tensorboard

@@ -18,7 +18,7 @@ from mindspeed_cp.megatron import loss_function, megatron_imports
 from mindspeed_cp.megatron.adaptors.loss import REPORT_KEY
 from mindspeed_cp.schema.messages import name_ranks
 from mindspeed_cp.train.checks import BadStepPolicy, QueueProbe, check_assignment
-from mindspeed_cp.train.failures import StopRequest
+from mindspeed_cp.train.launch import StopRequest
 from mindspeed_cp.train.micro_batch_loader import MicroBatch
 from mindspeed_cp.train.model import TrainingModel
 from mindspeed_cp.train.world import World
