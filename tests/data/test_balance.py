@@ -119,11 +119,6 @@ def test_equal_counts_without_rows_are_kept_or_refused(lengths: list[int], repli
     assert all(len(row) for replica in range(replicas) for row in equal.rows(replica))
 
 
-def test_documents_that_fill_no_equal_counts_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"equal_counts: 3 documents of 30 tokens were not packed into equally many"):
-        assign([10, 10, 10], [1.0, 1.0, 1.0], 2, token_bound=10, equal_counts=True)
-
-
 @law
 @given(lengths_lists, replica_counts, fixed_times, st.sampled_from([1.0, 3.0, 1e-9, 7e12]))
 def test_the_same_costs_in_any_unit_give_the_same_assignment(

@@ -8,7 +8,7 @@ from typing import Any
 
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.train.checkpoint import MANIFEST, Progress, _manifest_text
-from mindspeed_cp.train.identity import identity
+from mindspeed_cp.train.checks import identity
 from mindspeed_cp.train.run_files import RunFiles
 
 

@@ -126,4 +126,4 @@ def test_rank_that_chooses_other_pools_is_named_before_ranks_wait(
 ) -> None:
     settings = tiny(corpus, tmp_path, **COMMON, **POOL, **CP2)
     for text in fresh_ranks.run(4, chooses_otherwise, settings.model_dump_json(), 2):
-        assert text.startswith("step 1: rank 2 has assigned documents to replicas differently")
+        assert text.startswith("step 1: rank 2 and the others of 4 assigned documents to replicas differently")
