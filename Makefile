@@ -112,7 +112,6 @@ test-cuda: $(INSTALLED_CUDA) ## the tests that need NVIDIA GPUs; fails where the
 test-versions: $(INSTALLED) ## the tests on older and newer Python, torch, NumPy and Megatron-core (requirements/versions.json)
 	$(RUN)/python -m tools.test_versions $(ARGS)
 
-
 docs-tables: $(INSTALLED) ## write what is computed in the READMEs, docs/ and configs/
 	$(RUN)/python -m tools.docs_tables
 
