@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -43,26 +42,18 @@ class Assignment:
     """The replica and micro-batch of each document of a global batch.
 
     Attributes:
-        replica: replica of each document, int64 [documents].
-        micro_batch: micro-batch of each document, numbered within its replica, int64 [documents].
+        micro_batches: micro-batches of each replica, none for a replica without documents; each the ascending documents,
+            int64.
         seconds: modelled time of each replica, float64 [replicas], in the unit of the given cost.
     """
 
-    replica: np.ndarray
-    micro_batch: np.ndarray
+    micro_batches: Sequence[Sequence[np.ndarray]]
     seconds: np.ndarray
 
-    @cached_property
+    @property
     def counts(self) -> tuple[int, ...]:
-        """Number of micro-batches of each replica; 0 for a replica without documents."""
-        counts = np.zeros(len(self.seconds), np.int64)
-        np.maximum.at(counts, self.replica, self.micro_batch + 1)
-        return tuple(counts.tolist())
-
-    def rows(self, replica: int) -> list[np.ndarray]:
-        """Return the documents of each micro-batch of a replica, ascending: a list of int64 [documents]."""
-        documents = np.flatnonzero(self.replica == replica)
-        return [documents[self.micro_batch[documents] == number] for number in range(self.counts[replica])]
+        """Number of micro-batches of each replica."""
+        return tuple(map(len, self.micro_batches))
 
 
 def assign(
@@ -148,15 +139,11 @@ def make_dispatch_problem(
 
 def to_assignment(problem: DispatchProblem, groups: DocumentGroups) -> Assignment:
     """Return the groups as arrays; the micro-batches of each replica by descending time."""
-    replica, micro_batch = (np.zeros(len(problem.lengths), np.int64) for _ in range(2))
-    for number, group in enumerate(groups):
-        ordered = sorted((sorted(row) for row in group), key=lambda row: (-problem.time_of(row), row))
-        for position, row in enumerate(ordered):
-            replica[row], micro_batch[row] = number, position
-    seconds = np.array([problem.replica_time(group) for group in groups]) * problem.unit
-    for array in (replica, micro_batch, seconds):
-        array.setflags(write=False)
-    return Assignment(replica, micro_batch, seconds)
+    micro_batches = [
+        [np.array(row, np.int64) for row in sorted(map(sorted, group), key=lambda row: (-problem.time_of(row), row))]
+        for group in groups
+    ]
+    return Assignment(micro_batches, np.array([problem.replica_time(group) for group in groups]) * problem.unit)
 
 
 def _numbers(name: str, values: Sequence[float] | np.ndarray, kind: type) -> np.ndarray:

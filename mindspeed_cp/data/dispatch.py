@@ -98,8 +98,7 @@ class Dispatcher:
             rows=row_of_chunk,
             equal_counts=self.equal_counts,
         )
-        micro_batches = [assignment.rows(replica) for replica in range(self.replicas)]
-        batch = DispatchedBatch(chunks, micro_batches, assignment.seconds, 0.0)
+        batch = DispatchedBatch(chunks, assignment.micro_batches, assignment.seconds, 0.0)
         if self.balance == "pool" and self.pool is not None and self.replicas > 1:
             batch = self._fastest(batch, self.pool, costs, row_of_chunk)
         return replace(batch, dispatch_seconds=time.perf_counter() - began)
@@ -120,7 +119,7 @@ class Dispatcher:
             token_bound=self.context * replicas,
             per_micro_batch=self.per_micro_batch,
             rows=row_of_chunk // replicas,
-        ).rows(0)
+        ).micro_batches[0]
         order = np.argsort(-batch.seconds, kind="stable")
         choice = model.choose(lengths, [batch.micro_batches[replica] for replica in order], pooled)
         if choice.pooled:

@@ -16,7 +16,6 @@ import errno
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -59,7 +58,6 @@ with megatron_imports():
     )
 
 MANIFEST = "manifest.json"
-_NAME = re.compile(r"iter_(\d{7,})")
 
 
 class DamagedCheckpointError(ConfigError):
@@ -210,7 +208,7 @@ def save_checkpoint(files: RunFiles, training: TrainingModel, progress: Progress
     """Save a checkpoint after a step, and return its folder; every rank calls it.
 
     Raises:
-        DiskError: it cannot be written; the newest checkpoint before it stays the newest.
+        OSError: it cannot be written; the newest checkpoint before it stays the newest.
     """
     world, settings = training.world, training.world.settings
     state = sharded_state(training, is_loading=False)
@@ -252,7 +250,7 @@ def _on_all_ranks(act: Callable[[], Any], files: RunFiles, world: World, *, only
     """Do something on all ranks, or on the first one; return the results of all.
 
     Raises:
-        DiskError: a rank could not write; on all ranks.
+        OSError: a rank could not write; on all ranks.
     """
     result, failure = None, None
     try:
@@ -323,7 +321,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints of a run, whole or not, oldest first."""
-    return sorted((path for path in folder.glob("iter_*") if _NAME.fullmatch(path.name)), key=checkpoint_step)
+    return sorted((path for path in folder.glob("iter_*") if path.name[5:].isdigit()), key=checkpoint_step)
 
 
 def checkpoint_step(folder: Path) -> int:
@@ -434,7 +432,7 @@ def _load(folder: Path, record: dict[str, Any], training: TrainingModel) -> Prog
     apply_factories(state)
     try:
         reader = dcp.HuggingFaceStorageReader(str(folder))
-        dcp.load(dict(named_shards(state)), storage_reader=reader, planner=_LoadPlanner(flatten_state_dict=False))
+        dcp.load(dict(named_shards(state)), storage_reader=reader, planner=_LoadPlanner())
     except (Exception, CheckpointException) as error:
         cause = _cause_of(error)
         if isinstance(cause, ConfigError) or is_lost_rank_error(cause) or is_out_of_memory(cause):

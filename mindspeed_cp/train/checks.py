@@ -197,10 +197,6 @@ class BadStepPolicy:
         return problem
 
 
-#: Numbers that are copied in turn: what memory holds by chance is hardly ever the one that is due.
-_COUNT = 4096
-
-
 class QueueProbe:
     """Checks that copies to an NPU take place; on other devices, which have no such thread, it does nothing.
 
@@ -216,22 +212,21 @@ class QueueProbe:
     """
 
     def __init__(self, device: torch.device, rank: int) -> None:
-        self._rank, self._checks = rank, 0
-        self._numbers = torch.arange(1, _COUNT + 1).pin_memory() if device.type == "npu" else None
+        self._rank = rank
+        self._number = torch.zeros(1, dtype=torch.int64).pin_memory() if device.type == "npu" else None
         self._copy = torch.zeros(1, dtype=torch.int64, device=device)
 
     def check(self, step: int) -> None:
-        """Copy a number of 8 bytes and wait for it.
+        """Copy the next number, of 8 bytes, and wait for it.
 
         Raises:
             OperatorError: it did not arrive; names the step and the rank.
         """
-        if self._numbers is None:
+        if self._number is None:
             return
-        place = self._checks % _COUNT
-        self._checks += 1
-        self._copy.copy_(self._numbers[place : place + 1], non_blocking=True)
-        if int(self._copy) == place + 1:
+        self._number += 1
+        self._copy.copy_(self._number, non_blocking=True)
+        if int(self._copy) == int(self._number):
             return
         raise OperatorError(
             f"step {step}, rank {self._rank}: torch-npu makes no calls any more (a copy to the NPU was dropped): an "

@@ -43,7 +43,7 @@ def train(world: World) -> dict[str, Any] | None:
         CorruptionError: Attention is not what the reference computes (all ranks raise it).
         DivergenceError: The loss or the gradient is not finite, or the loss is a spike, and the policy is to stop (all
             ranks raise it).
-        DiskError: A checkpoint cannot be written.
+        OSError: A checkpoint cannot be written.
         PeerError: Another rank died.
     """
     settings = world.settings

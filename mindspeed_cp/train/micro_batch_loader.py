@@ -14,7 +14,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,8 +39,6 @@ class MicroBatch:
     Attributes:
         batch: tokens, labels, loss_mask and position_ids, each [1, t].
         params: carries the row's plan to every layer.
-        tokens, documents: their numbers in the whole row, over all ranks; 0 for rows of the pool, which the first
-            replica counts.
         visible_pairs: visible (query, key) pairs of this rank's heads, over all layers.
         planning_seconds: time in which this rank dispatched the global batch (counted in its first row), planned
             the row.
@@ -51,8 +48,6 @@ class MicroBatch:
 
     batch: dict[str, Tensor]
     params: PlannedBatchParams
-    tokens: int
-    documents: int
     visible_pairs: int
     planning_seconds: float
     count: int
@@ -145,12 +140,9 @@ class MicroBatchLoader:
             dropout_seed=micro_batch_seed(self._seed, row.dropout_stream_id),
             pooled=dispatched.pooled,
         )
-        counts = int(not dispatched.pooled or world.replica == 0)
         return MicroBatch(
             batch={name: x.to(world.device) for name, x in batch.items()},
             params=params,
-            tokens=counts * row.documents.tokens,
-            documents=counts * int(np.count_nonzero(row.documents.lengths)),
             visible_pairs=sum(
                 layers * int(plans[attention].work_of(rank).sum()) for attention, layers in self._layers.items()
             ),

@@ -24,10 +24,6 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.report.files import replace_file
 
 
-class DiskError(OSError):
-    """A file of a running training cannot be written; carries errno, a line with the remedy, and the folder."""
-
-
 class RunFiles:
     """Paths of one run. A leading ~ of the folder means the home folder.
 
@@ -97,9 +93,9 @@ def error_text(error: BaseException) -> str:
     return lines[0].strip()[:200] or type(error).__name__
 
 
-def disk_error(error: BaseException, folder: Path) -> DiskError:
-    """Return the DiskError for an error that ended a write into a folder."""
-    return DiskError(
+def disk_error(error: BaseException, folder: Path) -> OSError:
+    """Return the error with the remedy for one that ended a write into a folder."""
+    return OSError(
         getattr(error, "errno", None) or errno.EIO,
         f"cannot be written: {error_text(error)}; make room or give access, and the same command goes on from the "
         "newest checkpoint",
@@ -112,7 +108,7 @@ def write_text(path: Path, text: str) -> None:
     folder are made durable.
 
     Raises:
-        DiskError: It cannot be written; the old text stays.
+        OSError: It cannot be written; the old text stays.
     """
 
     def write(new: Path) -> None:

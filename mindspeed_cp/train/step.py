@@ -28,7 +28,7 @@ with megatron_imports():
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
 #: Fields of MicroBatch that a step adds up.
-_SUMMED_FIELDS = ("visible_pairs", "tokens", "documents", "planning_seconds")
+_SUMMED_FIELDS = ("visible_pairs", "planning_seconds")
 #: Columns of the table that ranks gather in a step, one row for each rank.
 _COLUMNS = ("loss", "counted", *_SUMMED_FIELDS, "waiting_seconds", "stop", "gradient")
 
@@ -162,15 +162,12 @@ def _nonfinite_ranks(values: Tensor, name: str) -> str | None:
 
 def _sums(ranks: dict[str, Tensor], feed: _MicroBatchFeed, world: World, nonfinite: str | None) -> StepResult:
     """Return the sums of a step from the gathered columns, each fp64 [ranks]."""
-
-    def total(name: str) -> int:
-        """Return the sum over replicas, of which every rank counts whole rows."""
-        return int(ranks[name][:: world.tp_size * world.cp_size].sum())
-
     # Tensor-parallel ranks hold the same tokens.
     loss, counted, pairs = (ranks[name][:: world.tp_size] for name in ("loss", "counted", "visible_pairs"))
+    lengths = feed.dispatched.chunks["length"]
     figures = {
-        **{name: total(name) for name in ("tokens", "documents")},
+        "tokens": int(lengths.sum()),
+        "documents": len(lengths),
         "imbalance": float(pairs.max() / pairs.mean()) if pairs.sum() else 1.0,
         "replica_imbalance": feed.dispatched.imbalance,
         "pooled": feed.dispatched.pooled,

@@ -157,7 +157,8 @@ def join_ranks(
         keep_freed_memory()
     if device.type == "npu" and suite.npu_profile is not None:
         check_npu_profile(suite.npu_profile)
-    torch.set_num_threads(train.threads_per_rank or max(1, _usable_cores() // local_size))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(train.threads_per_rank or max(1, cores // local_size))
     timeout = timedelta(seconds=suite.timeout_seconds)
     library = COLLECTIVE_LIBRARIES.get(device.type, "gloo")
     options = suite.hccl_options if library == "hccl" else {}
@@ -323,11 +324,6 @@ def pick_device(name: str, local_rank: int, local_ranks: int) -> torch.device:
     device = torch.device(kind, local_rank)
     module.set_device(device)
     return device
-
-
-def _usable_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _read_ranks(environment: Mapping[str, str]) -> tuple[int, int, int, int]:
