@@ -102,12 +102,11 @@ def make_dispatch_problem(
 ) -> DispatchProblem:
     """Check the arguments of :func:`assign` and convert them to integers."""
     tokens = _numbers("lengths", lengths, np.int64)
-    for name, value in (("replicas", replicas), ("token_bound", token_bound)):
-        if value < 1:
-            raise ConfigError(f"{name} = {value}: must be 1 or more")
     seconds = _numbers("cost", cost(tokens) if callable(cost) else cost, np.float64)
-    if len(seconds) != len(tokens):
-        raise ConfigError(f"cost has {len(seconds)} numbers for {len(tokens)} documents; give one for each")
+    row_numbers = None if rows is None else tuple(_numbers("rows", rows, np.int64).tolist())
+    for name, count in (("cost", len(seconds)), ("rows", len(tokens if row_numbers is None else row_numbers))):
+        if count != len(tokens):
+            raise ConfigError(f"{name} has {count} numbers for {len(tokens)} documents; give one for each")
     for name, values in (("lengths", tokens), ("cost", seconds), ("per_micro_batch", np.array([per_micro_batch]))):
         bad = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
         if len(bad):
@@ -118,11 +117,6 @@ def make_dispatch_problem(
             f"document {longer[0]} has {tokens[longer[0]]} tokens, and a micro-batch at most {token_bound}; cut it, or "
             "raise the bound (data.seq_length)"
         )
-    row_numbers = None if rows is None else _numbers("rows", rows, np.int64)
-    if row_numbers is not None and (len(row_numbers) != len(tokens) or row_numbers.min(initial=0) < 0):
-        raise ConfigError(
-            f"rows has {len(row_numbers)} numbers for {len(tokens)} documents; give one for each, 0 or more"
-        )
     unit = max(float(seconds.max(initial=0.0)), float(per_micro_batch)) / LARGEST_COST
     costs = np.rint(seconds / unit).astype(np.int64) if unit else np.zeros(len(tokens), np.int64)
     return DispatchProblem(
@@ -132,7 +126,7 @@ def make_dispatch_problem(
         replicas=int(replicas),
         equal_counts=equal_counts,
         token_bound=int(token_bound),
-        rows=None if row_numbers is None else tuple(row_numbers.tolist()),
+        rows=row_numbers,
         unit=unit,
     )
 

@@ -330,8 +330,8 @@ def checkpoint_step(folder: Path) -> int:
 
 
 def _prune(files: RunFiles, keep: int, step: int) -> None:
-    """Remove all checkpoints but the newest `keep` up to this step: those of later steps belong to an abandoned future.
-    They are hidden first, so that no incomplete one ever has a proper name."""
+    """Remove all checkpoints but the newest `keep` up to this step: later ones were damaged. They are hidden first, so
+    that no incomplete one ever has a proper name."""
     folders = list_checkpoints(files.checkpoints)
     past = [path for path in folders if checkpoint_step(path) <= step]
     for old in [*past[:-keep], *folders[len(past) :]]:

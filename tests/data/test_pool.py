@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mindspeed_cp.cluster import LayerCost, load_cluster
 from mindspeed_cp.data.balance import DocumentCost
 from mindspeed_cp.data.dispatch import Dispatcher
-from mindspeed_cp.data.pool import PoolChoice, PoolModel
+from mindspeed_cp.data.dispatch import PoolChoice, PoolModel
 from mindspeed_cp.data.stream import PackedStream
 from mindspeed_cp.data.packing import DOC_CHUNK
 from mindspeed_cp.errors import ConfigError

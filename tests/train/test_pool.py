@@ -23,7 +23,7 @@ TOLERANCE = 1e-5
 
 def choosing(settings: str, pooled: list[bool]) -> dict[str, Any]:
     """In a rank: train, with these choices between the pool and replicas, again and again."""
-    from mindspeed_cp.data.pool import PoolModel
+    from mindspeed_cp.data.dispatch import PoolModel
 
     choose, count = PoolModel.choose, 0
 
@@ -112,7 +112,7 @@ def chooses_otherwise(settings: str, odd: int) -> str:
     """In a rank: one rank takes replicas where the others take the pool; return the error of every rank."""
     import torch.distributed as dist
 
-    from mindspeed_cp.data.pool import PoolModel
+    from mindspeed_cp.data.dispatch import PoolModel
 
     choose = PoolModel.choose
     PoolModel.choose = lambda *given: replace(choose(*given), pooled=dist.get_rank() != odd)  # type: ignore[method-assign]
