@@ -97,7 +97,7 @@ class Progress:
         )
 
 
-_RECORD_KEYS = {*(field.name for field in fields(Progress)), "ranks", "identity", "files"}
+_RECORD_KEYS = {*(field.name for field in fields(Progress)), "identity", "files"}
 
 
 class Shard:
@@ -213,11 +213,7 @@ def save_checkpoint(files: RunFiles, training: TrainingModel, progress: Progress
     world, settings = training.world, training.world.settings
     state = sharded_state(training, is_loading=False)
     apply_factories(state)
-    record = {
-        **asdict(progress),
-        "ranks": world.size,
-        "identity": identity(settings),
-    }
+    record = {**asdict(progress), "identity": identity(settings)}
     final = files.checkpoint(progress.step)
     partial = final.with_name(f".saving-{final.name}")
 

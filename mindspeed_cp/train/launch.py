@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 from unittest.mock import patch
 
@@ -157,8 +157,18 @@ def _run_local_ranks(settings: Settings, ranks: int, *, as_json: bool) -> tuple[
     stopped: list[str] = []
     processes: list[Any] = []
     failures = []
+
+    def relay(number: int, frame: FrameType | None) -> None:
+        """Hand a signal on to the ranks, as SIGTERM; a second SIGINT ends this process at once."""
+        if stopped and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        stopped.append(signal.Signals(number).name)
+        for process in processes:
+            if process.exitcode is None:
+                process.terminate()
+
     try:
-        with _relayed_signals(processes, stopped):
+        with _stop_signals_to(relay):
             context = mp.start_processes(_rank, arguments, ranks, join=False, start_method=method)
             processes += context.processes
             try:
@@ -204,26 +214,6 @@ def _failure_by_status(rank: int, process: Any) -> Failure:
     if number == signal.SIGKILL:
         line += " (by somebody, or by the system for want of memory)"
     return Failure(kind, line, rank)
-
-
-@contextmanager
-def _relayed_signals(processes: Sequence[Any], stopped: list[str]) -> Iterator[None]:
-    """Hand SIGTERM, SIGINT and SIGHUP on to the ranks, as SIGTERM; a second SIGINT ends this process at once."""
-
-    def relay(number: int, frame: FrameType | None) -> None:
-        if stopped and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        stopped.append(signal.Signals(number).name)
-        for process in processes:
-            if process.exitcode is None:
-                process.terminate()
-
-    before = {number: signal.signal(number, relay) for number in stop_signals()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _rank(local: int, ranks: int, launcher: int, folder: Path, settings: str, as_json: bool) -> None:
@@ -411,24 +401,31 @@ def stop_signals() -> tuple[signal.Signals, ...]:
     return always if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (*always, signal.SIGHUP)
 
 
+@contextmanager
+def _stop_signals_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handle the signals of `stop_signals` within the block."""
+    before = {number: signal.signal(number, handler) for number in stop_signals()}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
+
+
 class StopRequest:
     """Inside this context the signals of `stop_signals` only set `reason`; main thread only."""
 
     def __init__(self) -> None:
         self._reason: str | None = None
         self._parent = os.getppid()
-        self._before: dict[int, Any] = {}
+        self._handling = _stop_signals_to(self._note)
 
     def __enter__(self) -> StopRequest:
-        for number in stop_signals():
-            self._before[number] = signal.signal(number, self._note)
+        self._handling.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+    def __exit__(self, *error: Any) -> None:
+        self._handling.__exit__(*error)
 
     @property
     def reason(self) -> str | None:
