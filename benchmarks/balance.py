@@ -30,7 +30,8 @@ from benchmarks.dispatch_baselines import first_fit, in_order, karmarkar_karp
 from benchmarks.pool import Batch, PoolCase, print_pool_rows
 from mindspeed_cp import AttentionConfig
 from mindspeed_cp.cluster import LayerCost, load_cluster
-from mindspeed_cp.data import DocumentCost, Packer, assign
+from mindspeed_cp.data.balance import DocumentCost, assign
+from mindspeed_cp.data.packing import Packer
 from mindspeed_cp.data.balance import Assignment
 from mindspeed_cp.data.lengths import load_lengths
 from mindspeed_cp.data.stream import LOOKAHEAD
@@ -159,8 +160,8 @@ def _compare(
             seconds, fixed = cost(batch), cost.per_micro_batch
             least = -(-int(batch.sum()) // args.context) * fixed  # as few micro-batches as there can be
             bound = max((seconds.sum() + least) / replicas, seconds.max() + fixed)
-            imbalance.append(assignment.imbalance)
-            over_bound.append(assignment.slowest / bound)
+            imbalance.append(assignment.seconds.max() / assignment.seconds.mean())
+            over_bound.append(assignment.seconds.max() / bound)
             counts.append(sum(assignment.counts))
         print(
             f"{label:16}{name:20}{np.mean(imbalance):13.3f}{np.max(imbalance):8.3f}{np.mean(over_bound):9.3f}"

@@ -189,7 +189,7 @@ class Trainer:
             token_bound=self.arguments.tokens, equal_counts=True,
         )  # fmt: skip
         rows = []
-        for chosen in assignment.rows(self.mesh["dp"].get_local_rank()):
+        for chosen in assignment.micro_batches[self.mesh["dp"].get_local_rank()]:
             ids, labels = (np.concatenate([documents[i][part] for i in chosen])[None] for part in (0, 1))
             row = {"input_ids": ids, "labels": labels, "cu_seq_lens_q": np.cumsum([0, *lengths[chosen]])}
             rows.append({name: torch.from_numpy(value).to(self.device) for name, value in row.items()})

@@ -31,14 +31,6 @@ def train(
         ),
     ] = None,
     overrides: Overrides = None,
-    resume: Annotated[
-        bool | None,
-        typer.Option(
-            "--resume/--no-resume",
-            help="Continue from the newest checkpoint, or refuse if there is one.",
-            show_default=False,
-        ),
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON, and nothing else.")] = False,
 ) -> int:
     """Train a GPT with Megatron-core on packed documents.
@@ -51,8 +43,6 @@ def train(
     from mindspeed_cp.device.versions import require_megatron_of_train
 
     all_overrides = list(overrides or ())
-    if resume is not None:
-        all_overrides.append(f"checkpoint.resume={'true' if resume else 'false'}")
     if as_json:
         all_overrides.append("output.log_interval=0")
     settings = load_settings(config or QUICKSTART, all_overrides, _print_note)

@@ -13,7 +13,9 @@ from mindspeed_cp.cluster import LayerCost, load_cluster
 from mindspeed_cp.cluster.cluster import DEFAULT_CLUSTER
 from mindspeed_cp.config.sections import POOL, Sections
 from mindspeed_cp.config.suite import TOKEN_CAP_OPTION, SuiteSettings
-from mindspeed_cp.data import DocumentCost, PackedStream, open_corpus
+from mindspeed_cp.data.balance import DocumentCost
+from mindspeed_cp.data.corpus import open_corpus
+from mindspeed_cp.data.stream import PackedStream
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig
 

@@ -30,9 +30,7 @@ class DataSettings(Section):
     """The corpus and how it is packed."""
 
     corpus: str = Field(
-        default="stdlib",
-        min_length=1,
-        description="stdlib: sources of Python's standard library; or a .txt or .jsonl file, or a folder of these",
+        default="stdlib", min_length=1, description="stdlib: sources of Python's standard library; or a .txt or .jsonl file"
     )
     seq_length: Annotated[int, Field(ge=2, le=SETTING_LIMIT)] = Field(
         default=4096, description="context: tokens of a packed row; longer documents are cut and counted"
@@ -86,9 +84,6 @@ class TrainSettings(Section):
     deterministic_mode: bool = Field(
         default=False, description="two runs with the same settings and ranks give the same bits"
     )
-    prefetch_micro_batches: PositiveInt = Field(
-        default=2, description="micro-batches packed and planned ahead, in a thread of each rank"
-    )
     threads_per_rank: PositiveInt | None = Field(
         default=None, description="CPU threads of a rank; null: an equal share of the cores"
     )
@@ -128,9 +123,6 @@ class CheckpointSettings(Section):
         default=50, description="steps between checkpoints; 0: only at the end and when stopped"
     )
     keep: PositiveInt = Field(default=2, description="number of newest checkpoints that stay on disk")
-    resume: bool = Field(
-        default=True, description="continue from the newest checkpoint in output.folder; false: fail if there is one"
-    )
 
 
 class OutputSettings(Section):

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -43,36 +42,18 @@ class Assignment:
     """The replica and micro-batch of each document of a global batch.
 
     Attributes:
-        replica: replica of each document, int64 [documents].
-        micro_batch: micro-batch of each document, numbered within its replica, int64 [documents].
+        micro_batches: micro-batches of each replica, none for a replica without documents; each the ascending documents,
+            int64.
         seconds: modelled time of each replica, float64 [replicas], in the unit of the given cost.
     """
 
-    replica: np.ndarray
-    micro_batch: np.ndarray
+    micro_batches: Sequence[Sequence[np.ndarray]]
     seconds: np.ndarray
 
-    @cached_property
+    @property
     def counts(self) -> tuple[int, ...]:
-        """Number of micro-batches of each replica; 0 for a replica without documents."""
-        counts = np.zeros(len(self.seconds), np.int64)
-        np.maximum.at(counts, self.replica, self.micro_batch + 1)
-        return tuple(counts.tolist())
-
-    def rows(self, replica: int) -> list[np.ndarray]:
-        """Return the documents of each micro-batch of a replica, ascending: a list of int64 [documents]."""
-        documents = np.flatnonzero(self.replica == replica)
-        return [documents[self.micro_batch[documents] == number] for number in range(self.counts[replica])]
-
-    @property
-    def slowest(self) -> float:
-        """Modelled time of the slowest replica."""
-        return float(self.seconds.max())
-
-    @property
-    def imbalance(self) -> float:
-        """Modelled time of the slowest replica divided by the mean; 1.0 if all times are 0."""
-        return self.slowest / float(self.seconds.mean()) if self.seconds.any() else 1.0
+        """Number of micro-batches of each replica."""
+        return tuple(map(len, self.micro_batches))
 
 
 def assign(
@@ -121,12 +102,11 @@ def make_dispatch_problem(
 ) -> DispatchProblem:
     """Check the arguments of :func:`assign` and convert them to integers."""
     tokens = _numbers("lengths", lengths, np.int64)
-    for name, value in (("replicas", replicas), ("token_bound", token_bound)):
-        if value < 1:
-            raise ConfigError(f"{name} = {value}: must be 1 or more")
     seconds = _numbers("cost", cost(tokens) if callable(cost) else cost, np.float64)
-    if len(seconds) != len(tokens):
-        raise ConfigError(f"cost has {len(seconds)} numbers for {len(tokens)} documents; give one for each")
+    row_numbers = None if rows is None else tuple(_numbers("rows", rows, np.int64).tolist())
+    for name, count in (("cost", len(seconds)), ("rows", len(tokens if row_numbers is None else row_numbers))):
+        if count != len(tokens):
+            raise ConfigError(f"{name} has {count} numbers for {len(tokens)} documents; give one for each")
     for name, values in (("lengths", tokens), ("cost", seconds), ("per_micro_batch", np.array([per_micro_batch]))):
         bad = np.flatnonzero(~(np.isfinite(values) & (values >= 0)))
         if len(bad):
@@ -137,11 +117,6 @@ def make_dispatch_problem(
             f"document {longer[0]} has {tokens[longer[0]]} tokens, and a micro-batch at most {token_bound}; cut it, or "
             "raise the bound (data.seq_length)"
         )
-    row_numbers = None if rows is None else _numbers("rows", rows, np.int64)
-    if row_numbers is not None and (len(row_numbers) != len(tokens) or row_numbers.min(initial=0) < 0):
-        raise ConfigError(
-            f"rows has {len(row_numbers)} numbers for {len(tokens)} documents; give one for each, 0 or more"
-        )
     unit = max(float(seconds.max(initial=0.0)), float(per_micro_batch)) / LARGEST_COST
     costs = np.rint(seconds / unit).astype(np.int64) if unit else np.zeros(len(tokens), np.int64)
     return DispatchProblem(
@@ -151,22 +126,18 @@ def make_dispatch_problem(
         replicas=int(replicas),
         equal_counts=equal_counts,
         token_bound=int(token_bound),
-        rows=None if row_numbers is None else tuple(row_numbers.tolist()),
+        rows=row_numbers,
         unit=unit,
     )
 
 
 def to_assignment(problem: DispatchProblem, groups: DocumentGroups) -> Assignment:
     """Return the groups as arrays; the micro-batches of each replica by descending time."""
-    replica, micro_batch = (np.zeros(len(problem.lengths), np.int64) for _ in range(2))
-    for number, group in enumerate(groups):
-        ordered = sorted((sorted(row) for row in group), key=lambda row: (-problem.time_of(row), row))
-        for position, row in enumerate(ordered):
-            replica[row], micro_batch[row] = number, position
-    seconds = np.array([problem.replica_time(group) for group in groups]) * problem.unit
-    for array in (replica, micro_batch, seconds):
-        array.setflags(write=False)
-    return Assignment(replica, micro_batch, seconds)
+    micro_batches = [
+        [np.array(row, np.int64) for row in sorted(map(sorted, group), key=lambda row: (-problem.time_of(row), row))]
+        for group in groups
+    ]
+    return Assignment(micro_batches, np.array([problem.replica_time(group) for group in groups]) * problem.unit)
 
 
 def _numbers(name: str, values: Sequence[float] | np.ndarray, kind: type) -> np.ndarray:

@@ -233,7 +233,8 @@ def improve_by_documents(problem: DispatchProblem, groups: DocumentGroups) -> No
     """Move or swap documents between the slowest replica and others while that makes the slower of the two faster."""
     times = [problem.replica_time(group) for group in groups]
     for _ in range(MAX_EXCHANGES):
-        slowest, partners = _slowest_and_partners(times)
+        order = sorted(range(len(times)), key=lambda replica: (times[replica], replica))
+        slowest, partners = order[-1], order[: min(MAX_PARTNERS, len(order) - 1)]
         if times[slowest] <= problem.good_enough_time:
             break
         for partner in partners:
@@ -251,12 +252,6 @@ def improve_by_documents(problem: DispatchProblem, groups: DocumentGroups) -> No
                 break
         else:
             break
-
-
-def _slowest_and_partners(times: list[int]) -> tuple[int, list[int]]:
-    """Return the slowest replica, and the replicas with which it tries to exchange."""
-    order = sorted(range(len(times)), key=lambda replica: (times[replica], replica))
-    return order[-1], order[: min(MAX_PARTNERS, len(order) - 1)]
 
 
 def _exchange(problem: DispatchProblem, documents: Row, partner_documents: Row, gap: int) -> tuple[Row, Row] | None:

@@ -1,4 +1,4 @@
-"""Corpora of files: the sources of the standard library, or text and JSON-lines files of the user.
+"""Corpora: the sources of the standard library, or a text or JSON-lines file of the user.
 
 A corpus is read when it is opened, and each rank holds it in memory. Tokens are bytes, and one that ends a document, so
 that any file can be read::
@@ -9,12 +9,11 @@ that any file can be read::
 from __future__ import annotations
 
 import json
-import os
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 
@@ -24,28 +23,9 @@ EOD = 256  #: end of a document
 VOCAB_SIZE = 257
 
 STDLIB, JSON_LINES = "stdlib", ".jsonl"
-USER_SUFFIXES = (".txt", JSON_LINES)
-MAX_BYTES = 2**31  # of all files of a corpus
+MAX_BYTES = 2**31
 #: Folders of the standard library with other packages or without sources; they differ between machines.
 NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})
-
-
-def tokenize(content: bytes, end: bool = True) -> np.ndarray:
-    """Return the tokens of `content` and, if `end`, a final EOD; int64 [bytes + end]."""
-    tokens = np.full(len(content) + end, EOD, np.int64)
-    tokens[: len(content)] = np.frombuffer(content, np.uint8)
-    return tokens
-
-
-class Corpus(Protocol):
-    """Documents of known lengths, numbered from 0; `open_corpus` returns one of files."""
-
-    @property
-    def lengths(self) -> np.ndarray:
-        """Number of tokens of each document, int64 [documents]."""
-
-    def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
-        """Return tokens start .. stop-1 of a document, int64 [stop - start]; by default all."""
 
 
 class FileCorpus:
@@ -60,111 +40,62 @@ class FileCorpus:
     def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return tokens start .. stop-1 of a document, int64 [stop - start]; by default all; the last one is EOD."""
         text = self._texts[document]
-        stop = len(text) + 1 if stop is None else stop
-        return tokenize(text[start:stop], end=start < stop == len(text) + 1)
+        tokens = np.full((len(text) + 1 if stop is None else stop) - start, EOD, np.int64)
+        content = np.frombuffer(text[start : start + len(tokens)], np.uint8)
+        tokens[: len(content)] = content
+        return tokens
+
+    @cached_property
+    def digest(self) -> str:
+        """Digest of all documents, 32 hexadecimal digits: equal lengths do not mean equal contents."""
+        digest = blake2b(self.lengths.astype("<i8").tobytes(), digest_size=16)
+        for text in self._texts:
+            digest.update(text)
+        return digest.hexdigest()
 
 
 def open_corpus(source: str | Path) -> FileCorpus:
-    """Open a corpus of files; their order depends only on their names.
+    """Open a corpus.
 
     Args:
-        source: "stdlib", the standard library of Python, with thousands of documents on every machine; a .txt or .jsonl
-            file; or a folder, which is searched for these with its subfolders (write "./stdlib" for a folder of that
-            name). A .jsonl file has one document per line, {"text": "..."}; any other file is one document.
+        source: "stdlib", the sources of Python's standard library, with thousands of documents on every machine, in the
+            order of their paths; a .txt file, which is one document; or a .jsonl file, with one document per line,
+            {"text": "..."}.
 
     Raises:
-        ConfigError: the source does not exist, it has no such file, or a line is not a JSON object with a "text".
+        ConfigError: the source is no such file, cannot be read or has no text, or a line is not a JSON object with a
+            "text".
     """
+    shown = f"corpus {str(source).encode('utf-8', 'backslashreplace').decode()[:200]}"  # bytes that are not UTF-8
     if str(source) == STDLIB:
-        paths = _files_below(Path(sysconfig.get_path("stdlib")), (".py",), NOT_STDLIB)
+        root = Path(sysconfig.get_path("stdlib"))
+        paths = [path for path in root.rglob("*.py") if not NOT_STDLIB & {*path.parts[len(root.parts) :]}]
+        texts = [path.read_bytes() for path in sorted(paths, key=Path.as_posix) if path.is_file()]
     else:
-        paths = _files_of(source)
-    texts: list[bytes] = []
-    total = 0
-    for path in paths:
-        shown = printable_path(path)
-        try:
-            with path.open("rb") as opened:
-                total += os.fstat(opened.fileno()).st_size
-                if total > MAX_BYTES:
-                    raise ConfigError(
-                        f"{shown}: the corpus has more than {MAX_BYTES:,} bytes with this file, and each rank holds it "
-                        "in memory; give a part of it, or train by Megatron's own scripts"
-                    )
-                if path.suffix.lower() == JSON_LINES:
-                    lines = ((number, line) for number, line in enumerate(opened, 1) if line.strip())
-                    texts += [_text_of(line, f"{shown}:{number}") for number, line in lines]
-                else:
-                    texts.append(opened.read())
-        except OSError as error:
-            raise ConfigError(f"{shown}: cannot be read ({error.strerror})") from None
-    if not texts:
-        raise ConfigError(
-            f"corpus {printable_path(Path(source))}: has no document; its {JSON_LINES} files have no lines"
-        )
+        content = _read(Path(source).expanduser(), shown)
+        texts = [content]
+        if str(source).lower().endswith(JSON_LINES):
+            lines = enumerate(content.split(b"\n"), 1)
+            texts = [_text_of(line, f"{shown}:{number}") for number, line in lines if line.strip()]
+    if not any(texts):
+        raise ConfigError(f"{shown}: none of its {len(texts)} documents has text; nothing can be learned")
     return FileCorpus(texts)
 
 
-def _files_of(source: str | Path) -> list[Path]:
-    """Return a file of the user, or the files below a folder; raise ConfigError if there is none to read."""
-    root, either = Path(source).expanduser(), " or ".join(USER_SUFFIXES)
-    shown = f"corpus {printable_path(root)[:200]}"
+def _read(path: Path, shown: str) -> bytes:
+    """Return the content of a file of the user."""
     try:
-        exists = str(source).strip() != "" and root.exists()
-    except (OSError, ValueError) as error:  # a name that is too long, or has a NUL byte
-        raise ConfigError(f"{shown}: {error}") from None
-    if not exists:
-        raise ConfigError(f"{shown}: no such file or folder; valid: {STDLIB!r}, a {either} file, or a folder of them")
-    if root.is_dir():
-        paths = _files_below(root, USER_SUFFIXES)
-        if not paths:
-            raise ConfigError(f"{shown}: no {either} file in this folder or the folders in it")
-        return paths
-    if root.suffix.lower() not in USER_SUFFIXES:
-        raise ConfigError(f"{shown}: suffix {root.suffix!r} is not read; valid: {either}, or a folder of them")
-    if not root.is_file():
-        raise ConfigError(f"{shown}: is no regular file; valid: {either}, or a folder of them")
-    return [root]
-
-
-def _files_below(root: Path, suffixes: tuple[str, ...], skip: frozenset[str] = frozenset()) -> list[Path]:
-    """Return the files below a folder, sorted by their path inside it; names that begin with a dot and folders of
-    `skip` are left out. Links are followed; each folder is read once."""
-
-    def refuse(error: OSError) -> None:
-        raise ConfigError(f"corpus {printable_path(Path(error.filename))}: cannot be listed ({error.strerror})")
-
-    files: list[tuple[str, Path]] = []
-    seen: set[tuple[int, int]] = set()
-    for folder, folders, names in os.walk(root, onerror=refuse, followlinks=True):
-        status = os.stat(folder)
-        if (status.st_dev, status.st_ino) in seen:
-            folders.clear()
-            continue
-        seen.add((status.st_dev, status.st_ino))
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in skip)
-        for name in names:
-            path = Path(folder, name)
-            if name.startswith(".") or path.suffix.lower() not in suffixes:
-                continue
-            if path.is_symlink() and not path.exists():
-                raise ConfigError(f"corpus {printable_path(path)}: is a link to nothing; remove or mend it")
-            if path.is_file():
-                files.append((path.relative_to(root).as_posix(), path))
-    return [path for _, path in sorted(files)]
-
-
-def check_learnable(corpus: Corpus, source: str) -> None:
-    """Raise ConfigError if there is no token to predict: all documents are empty."""
-    if corpus.lengths.max(initial=0) < 2:
-        raise ConfigError(
-            f"corpus {source}: all of its {len(corpus.lengths)} documents are empty; nothing can be learned"
-        )
-
-
-def printable_path(path: Path) -> str:
-    """Return a path as text; bytes that are not UTF-8 are escaped."""
-    return str(path).encode("utf-8", "backslashreplace").decode()
+        if path.suffix.lower() not in (".txt", JSON_LINES):
+            problem = f"suffix {path.suffix!r} is not read"
+        elif not path.is_file():
+            problem = "no such regular file"
+        elif path.stat().st_size > MAX_BYTES:
+            problem = f"has more than {MAX_BYTES:,} bytes, and each rank holds it in memory"
+        else:
+            return path.read_bytes()
+    except (OSError, ValueError) as error:  # ValueError: a name with a NUL byte
+        problem = f"cannot be read ({getattr(error, 'strerror', None) or error})"
+    raise ConfigError(f"{shown}: {problem}; valid: {STDLIB!r}, a .txt file, or a {JSON_LINES} file")
 
 
 def _text_of(line: bytes, where: str) -> bytes:
@@ -185,29 +116,3 @@ def _text_of(line: bytes, where: str) -> bytes:
     except UnicodeEncodeError as error:  # JSON can hold half a surrogate pair
         problem = f'"text" has half a surrogate pair at character {error.start}'
         raise ConfigError(f"{where}: {problem}; mend the line") from None
-
-
-# Digests of what documents contain: equal lengths do not mean equal documents. Ranks compare that of the corpus at the
-# start, and a resumed run with its checkpoint. Rows are digested, too (:class:`mindspeed_cp.data.stream.ReplicaBatch`).
-
-DIGEST_BITS = 52  # ranks compare digests as float64, which holds integers of this size exactly
-
-
-def corpus_digest(corpus: Corpus) -> str:
-    """Return the digest of all documents, 32 hexadecimal digits."""
-    digest = blake2b(np.asarray(corpus.lengths).astype("<i8").tobytes(), digest_size=16)
-    for document in range(len(corpus.lengths)):
-        digest.update(_as_bytes(corpus.tokens(document)))
-    return digest.hexdigest()
-
-
-def rows_digest(rows: Iterable[np.ndarray]) -> int:
-    """Return a digest of the contents of some rows, an integer of DIGEST_BITS."""
-    digest = blake2b(digest_size=8)
-    for tokens in rows:
-        digest.update(_as_bytes(tokens))
-    return int.from_bytes(digest.digest(), "little") >> (64 - DIGEST_BITS)
-
-
-def _as_bytes(tokens: np.ndarray) -> bytes:
-    return np.asarray(tokens).astype("<u4").tobytes()

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from mindspeed_cp.data.corpus import EOD, Corpus, rows_digest
+from mindspeed_cp.data.corpus import EOD, FileCorpus
 from mindspeed_cp.data.dispatch import DispatchedBatch, Dispatcher
 from mindspeed_cp.data.packing import Packer
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
-from mindspeed_cp.schema.messages import format_value
 
 LOOKAHEAD = 64
 
@@ -39,23 +37,6 @@ class PackedRow:
     dropout_stream_id: int  # with the index of a document, it identifies the dropped attention weights
 
 
-@dataclass(frozen=True, eq=False)
-class ReplicaBatch:
-    """One replica's micro-batches of a global batch, and the dispatch of the whole batch.
-
-    Attributes:
-        rows: the micro-batches; where the batch is pooled, those of all replicas.
-        dispatched: the dispatch.
-        content_digest: digest of the tokens of the rows, 52 bits; equal on all ranks of a replica, or of the pool.
-        sample_digest: digest of the tokens of the batch's first chunk, which every replica reads; equal on all ranks.
-    """
-
-    rows: list[PackedRow]
-    dispatched: DispatchedBatch
-    content_digest: int
-    sample_digest: int
-
-
 class PackedStream:
     """Iterator over `PackedRow`s without end, shuffled anew in each epoch.
 
@@ -71,36 +52,20 @@ class PackedStream:
         seed: seed of the shuffle, at least 0.
         replica, replicas: index of this stream's replica, and number of replicas.
         lookahead: number of chunks from which a row is filled; more chunks fill rows better and change the order more.
-        digest: that of the corpus (`corpus_digest`), which the state carries and a resumed stream compares; by default
-            that of its lengths alone.
-
-    Raises:
-        ConfigError: the corpus has no tokens.
     """
 
     def __init__(
         self,
-        corpus: Corpus,
+        corpus: FileCorpus,
         context: int,
         seed: int,
         replica: int = 0,
         replicas: int = 1,
         *,
         lookahead: int = LOOKAHEAD,
-        digest: str | None = None,
     ) -> None:
-        lengths = np.ascontiguousarray(corpus.lengths, np.int64)
-        if lengths.sum() < 1:
-            raise ConfigError(f"the corpus has {len(lengths)} documents and no tokens; give one with some")
-        self.corpus, self.context, self.seed = corpus, context, seed
-        self.replica, self.replicas = replica, replicas
-        self._packer = Packer(lengths, context, seed, lookahead)
-        self._fixed = {
-            "corpus": digest or hashlib.sha256(lengths.astype("<i8").tobytes()).hexdigest(),
-            "context": context,
-            "seed": seed,
-            "lookahead": lookahead,
-        }
+        self.corpus, self.replica, self.replicas = corpus, replica, replicas
+        self._packer = Packer(corpus.lengths, context, seed, lookahead)
         self._rows = 0  # of all replicas
 
     def __iter__(self) -> Iterator[PackedRow]:
@@ -113,8 +78,9 @@ class PackedStream:
         self._rows += len(rows)
         return row
 
-    def next_batch(self, rows: int, dispatcher: Dispatcher) -> ReplicaBatch:
-        """Return this replica's micro-batches of the next `rows` rows, a global batch that `dispatcher` assigns.
+    def next_batch(self, rows: int, dispatcher: Dispatcher) -> tuple[list[PackedRow], DispatchedBatch]:
+        """Return this replica's micro-batches of the next `rows` rows, a global batch that `dispatcher` assigns, and
+        its assignment; where that is pooled, the micro-batches are those of all replicas.
 
         Documents stay in their global batch, so the state of the stream afterwards is the same as if its rows had been
         taken one by one. With balance "none" they are the same rows.
@@ -130,11 +96,8 @@ class PackedStream:
             self._load_numbers(dispatched.chunks, numbers, number * self.replicas + replica, dispatcher)
             for number, numbers in enumerate(dispatched.micro_batches[self.replica])
         ]
-        document, start, length = dispatched.chunks[0].tolist()
-        sample = self.corpus.tokens(document, start, start + length)
         self._rows += len(drawn)
-        content = rows_digest(row.tokens for row in replica_rows)
-        return ReplicaBatch(replica_rows, dispatched, content, rows_digest([sample]))
+        return replica_rows, dispatched
 
     def _load_numbers(self, chunks: np.ndarray, numbers: np.ndarray, index: int, dispatcher: Dispatcher) -> PackedRow:
         """Load some chunks of a global batch; `index` numbers the micro-batches of all replicas."""
@@ -163,27 +126,20 @@ class PackedStream:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state: numbers and a digest of the corpus, for JSON; equal on every replica."""
-        return {**self._fixed, **self._packer.state_dict(), "rows": self._rows}
+        """Return the state: numbers and the digest of the corpus, for JSON; equal on every replica."""
+        return {"corpus": self.corpus.digest, **self._packer.state_dict(), "rows": self._rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue exactly where `state` was taken, with any number of replicas.
+        """Continue exactly where `state` was taken by a stream of equal context, seed and lookahead, with any number of
+        replicas.
 
         Raises:
-            ConfigError: the state is for another corpus, context, seed or lookahead.
+            ConfigError: the state is for another corpus.
         """
-        for name, value in self._fixed.items():
-            was = state[name]
-            if was == value:
-                continue
-            if name == "corpus":
-                raise ConfigError(
-                    "data.corpus: has other documents than the saved run had; put the old ones back to go on, or give "
-                    "another output.folder to start anew"
-                )
+        if state["corpus"] != self.corpus.digest:
             raise ConfigError(
-                f"{name} = {value}: the saved run had {format_value(was)}; resume with the same, or start without a "
-                "checkpoint"
+                "data.corpus: has other documents than the saved run had; put the old ones back to go on, or give "
+                "another output.folder to start anew"
             )
         self._packer.load_state_dict(state)
         self._rows = state["rows"]

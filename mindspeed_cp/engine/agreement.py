@@ -14,8 +14,8 @@ digest of the batch is gathered before the first message of a call. How soon the
 
 Where plans are announced (`CallAgreement.announce`), as Megatron models do at the start of a micro-batch, one sum
 serves all its calls: the first one waits for it, which was under way while the model computed, and the next
-announcement compares what the calls ran, with their types and dropout keys (`train` does so before each update). A rank
-whose calls are not what it announced itself is then found after its messages have travelled.
+announcement compares what the calls ran, with their types and dropout keys. A rank whose calls are not what it announced
+itself is then found after its messages have travelled.
 
 The backward of a call runs what its forward has compared.
 """
@@ -322,12 +322,6 @@ class _Announcement:
 
 _unread: WeakKeyDictionary[dist.ProcessGroup, deque[_Comparison]] = WeakKeyDictionary()
 _announced: WeakKeyDictionary[dist.ProcessGroup, _Announcement] = WeakKeyDictionary()  # the latest of each group
-
-
-def calls_digest(group: dist.ProcessGroup | None) -> int:
-    """Return 52 bits of a digest of the calls since the last announcement, equal on all ranks that called alike."""
-    announced = _announced.get(resolve_group(group))
-    return 0 if announced is None else announced.calls % 2**52
 
 
 class CallAgreement:

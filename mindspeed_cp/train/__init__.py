@@ -1,7 +1,6 @@
 """A small trainer on Megatron-core: planned micro-batches in, optimizer steps, metrics and checkpoints out.
 
-    launch              the ranks of this machine as processes
-    failures            how a rank ended: one line and an exit code
+    launch              the ranks of this machine as processes, and how they end: one line and an exit code
     world               one rank among all: device, process groups, numbers
     model               GPT, DDP, optimizer, schedule from the settings
     micro_batch_loader  planned micro-batches, made ahead in a thread
@@ -9,7 +8,7 @@
     loop                the steps of a run
     checkpoint          state on disk, by torch.distributed.checkpoint
     run_files, output   what else a run writes and shows
-    checks, bad_steps   what ends a run, or skips a step, before wrong numbers are kept
+    checks              what ends a run, or skips a step, before wrong numbers are kept
 
 Importing this package imports neither torch nor Megatron.
 """

@@ -2,13 +2,12 @@
 
     checkpoints/iter_0000050/   shard-0000N-model-...safetensors   tensors of one rank each
                                 manifest.json                      the rest, with the SHA-256 of every file and its own
-    checkpoints/latest          the name of the newest one
+    checkpoints/latest          the name of the newest one, for people and scripts; nothing here reads it
 
-A checkpoint exists as a whole or not at all: shards are written and made durable, their digests are taken, the folder
-is renamed, and only then does `latest` name it. A checkpoint of which a file does not have its digest is passed over
-for the one before. Tensors are named and placed as in the whole model, so that any number of ranks can load them.
-Nothing is unpickled; where torch is older than 2.9, or safetensors is not installed, torch's own format is used, whose
-index is a pickle.
+A checkpoint exists as a whole or not at all: shards are written and made durable, their digests are taken, and the
+folder is renamed. A run goes on from the newest one; one of which a file does not have its digest is passed over for
+the one before. Tensors are named and placed as in the whole model, so that any number of ranks can load them. Nothing
+is unpickled.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import errno
 import hashlib
 import json
 import os
-import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -36,11 +34,10 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron import megatron_imports
-from mindspeed_cp.train.bad_steps import HISTORY
-from mindspeed_cp.train.failures import checkpoint_cause, is_lost_rank_error, is_out_of_memory
-from mindspeed_cp.train.identity import check_same_run, identity
+from mindspeed_cp.train.checks import HISTORY, check_same_run, identity
+from mindspeed_cp.train.launch import is_lost_rank_error, is_out_of_memory
 from mindspeed_cp.train.model import TrainingModel
-from mindspeed_cp.train.run_files import RunFiles, describe_folder, disk_error, error_text, sync_folder, write_text
+from mindspeed_cp.train.run_files import RunFiles, disk_error, error_text, write_text
 from mindspeed_cp.train.step import StepResult
 from mindspeed_cp.train.world import World
 
@@ -61,10 +58,6 @@ with megatron_imports():
     )
 
 MANIFEST = "manifest.json"
-_HAS_SAFETENSORS = hasattr(dcp, "HuggingFaceStorageWriter") and find_spec("safetensors") is not None
-# Parts of torch.save's message when a write fails; it does not name the cause.
-_STREAM_ERRORS = ("iostream error", "inline_container", "PytorchStreamWriter")
-_NAME = re.compile(r"iter_(\d{7,})")
 
 
 class DamagedCheckpointError(ConfigError):
@@ -104,7 +97,7 @@ class Progress:
         )
 
 
-_RECORD_KEYS = {*(field.name for field in fields(Progress)), "ranks", "identity", "files"}
+_RECORD_KEYS = {*(field.name for field in fields(Progress)), "identity", "files"}
 
 
 class Shard:
@@ -180,6 +173,15 @@ def named_shards(state: dict[str, Any]) -> dict[str, Shard]:
     return shards
 
 
+def check_storage() -> None:
+    """Raise ConfigError if torch or an absent package cannot write checkpoints."""
+    if not hasattr(dcp, "HuggingFaceStorageWriter") or find_spec("safetensors") is None:
+        raise ConfigError(
+            f"torch {torch.__version__}: checkpoints of `mindspeed-cp train` need torch 2.9 or later and the package "
+            "safetensors; install them"
+        )
+
+
 def sharded_state(training: TrainingModel, *, is_loading: bool) -> dict[str, Any]:
     """Return Megatron's state of model and optimizer as sharded tensors."""
     metadata = {
@@ -206,16 +208,12 @@ def save_checkpoint(files: RunFiles, training: TrainingModel, progress: Progress
     """Save a checkpoint after a step, and return its folder; every rank calls it.
 
     Raises:
-        DiskError: it cannot be written; the newest checkpoint before it stays the newest.
+        OSError: it cannot be written; the newest checkpoint before it stays the newest.
     """
     world, settings = training.world, training.world.settings
     state = sharded_state(training, is_loading=False)
     apply_factories(state)
-    record = {
-        **asdict(progress),
-        "ranks": world.size,
-        "identity": identity(settings),
-    }
+    record = {**asdict(progress), "identity": identity(settings)}
     final = files.checkpoint(progress.step)
     partial = final.with_name(f".saving-{final.name}")
 
@@ -225,7 +223,8 @@ def save_checkpoint(files: RunFiles, training: TrainingModel, progress: Progress
         partial.mkdir(parents=True)
 
     def write() -> None:
-        dcp.save(named_shards(state), storage_writer=_writer(partial), planner=_SavePlanner())
+        writer = dcp.HuggingFaceStorageWriter(str(partial), save_distributed=True)
+        dcp.save(named_shards(state), storage_writer=writer, planner=_SavePlanner())
 
     def name_it() -> None:
         record["files"] = {name: digest for of_rank in digests for name, digest in of_rank.items()}
@@ -233,8 +232,7 @@ def save_checkpoint(files: RunFiles, training: TrainingModel, progress: Progress
         if final.exists():
             shutil.rmtree(final)
         os.replace(partial, final)
-        sync_folder(files.checkpoints)
-        write_text(files.latest, final.name + "\n")
+        write_text(files.latest, final.name + "\n")  # makes both names durable
         _prune(files, settings.checkpoint.keep, progress.step)
 
     _on_all_ranks(begin, files, world, only_first=True)
@@ -248,16 +246,14 @@ def _on_all_ranks(act: Callable[[], Any], files: RunFiles, world: World, *, only
     """Do something on all ranks, or on the first one; return the results of all.
 
     Raises:
-        DiskError: a rank could not write; on all ranks.
+        OSError: a rank could not write; on all ranks.
     """
     result, failure = None, None
     try:
         if world.is_first or not only_first:
             result = act()
-    except (OSError, RuntimeError, CheckpointException) as error:
-        cause = checkpoint_cause(error) or error
-        if isinstance(cause, RuntimeError) and any(part in str(cause) for part in _STREAM_ERRORS):
-            cause = OSError(errno.EIO, "the disk is full, or fails")
+    except (OSError, CheckpointException) as error:
+        cause = _cause_of(error)
         if not isinstance(cause, OSError):
             raise cause from None
         failure = (cause.errno or errno.EIO, error_text(cause))
@@ -268,20 +264,9 @@ def _on_all_ranks(act: Callable[[], Any], files: RunFiles, world: World, *, only
     return [other for other, _ in outcomes]
 
 
-def _writer(folder: Path) -> dcp.StorageWriter:
-    if not _HAS_SAFETENSORS:
-        return dcp.FileSystemWriter(folder, single_file_per_rank=True)
-    return dcp.HuggingFaceStorageWriter(str(folder), save_distributed=True)
-
-
-def _reader(folder: Path) -> dcp.StorageReader:
-    if (folder / ".metadata").exists():  # torch's own format
-        return dcp.FileSystemReader(folder)
-    if not _HAS_SAFETENSORS:
-        raise ConfigError(
-            f"{folder}: holds safetensors, which need torch 2.9 and the package safetensors; install them"
-        )
-    return dcp.HuggingFaceStorageReader(str(folder))
+def _cause_of(error: BaseException) -> BaseException:
+    """Return the error of the first rank that failed, which torch's CheckpointException (a BaseException) wraps."""
+    return min(error.failures.items())[1][0] if isinstance(error, CheckpointException) and error.failures else error
 
 
 def _durable_digests(folder: Path, world: World) -> dict[str, str]:
@@ -332,7 +317,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints of a run, whole or not, oldest first."""
-    return sorted((path for path in folder.glob("iter_*") if _NAME.fullmatch(path.name)), key=checkpoint_step)
+    return sorted((path for path in folder.glob("iter_*") if path.name[5:].isdigit()), key=checkpoint_step)
 
 
 def checkpoint_step(folder: Path) -> int:
@@ -341,8 +326,8 @@ def checkpoint_step(folder: Path) -> int:
 
 
 def _prune(files: RunFiles, keep: int, step: int) -> None:
-    """Remove all checkpoints but the newest `keep` up to this step: those of later steps belong to an abandoned future.
-    They are hidden first, so that no incomplete one ever has a proper name."""
+    """Remove all checkpoints but the newest `keep` up to this step: later ones were damaged. They are hidden first, so
+    that no incomplete one ever has a proper name."""
     folders = list_checkpoints(files.checkpoints)
     past = [path for path in folders if checkpoint_step(path) <= step]
     for old in [*past[:-keep], *folders[len(past) :]]:
@@ -352,30 +337,16 @@ def _prune(files: RunFiles, keep: int, step: int) -> None:
 
 
 def checkpoints_to_resume(settings: Settings) -> tuple[dict[str, dict[str, Any]], list[str]]:
-    """Return the records of the checkpoints that a run may resume from, by name, the best one first, and what is to be
-    told about the choice.
-
-    The best one is the one that `latest` names, or the newest one where `latest` is lost; older ones follow, to fall
-    back on. Whether their shards are whole is not looked at.
+    """Return the records of the checkpoints that a run may resume from, by name, the newest first, and what is to be
+    told about damaged ones. Whether their shards are whole is not looked at.
 
     Raises:
-        ConfigError: there are some, but the best one belongs to other settings, none has a whole manifest, or none may
-            be resumed (checkpoint.resume is false).
+        ConfigError: there are some, but the newest whole one belongs to other settings, or none has a whole manifest.
     """
     files = RunFiles(Path(settings.output.folder))
-    folders = list_checkpoints(files.checkpoints)[::-1]
-    name, notes = _read_latest(files, folders)
-    if (folders or name) and not settings.checkpoint.resume:
-        raise ConfigError(
-            f"checkpoint.resume = false: {files.folder} has the checkpoint {name or folders[0].name}, which a new run "
-            "would mix with its own; leave --no-resume out to go on from it, or give another output.folder"
-        )
-    if name is not None:
-        folders = [path for path in folders if checkpoint_step(path) <= checkpoint_step(Path(name))]
-        if not folders or folders[0].name != name:
-            notes.append(f"{files.checkpoints / name}, which `latest` names, is gone")
     records: dict[str, dict[str, Any]] = {}
-    for folder in folders:
+    notes: list[str] = []
+    for folder in list_checkpoints(files.checkpoints)[::-1]:
         try:
             record = read_manifest(folder)
         except DamagedCheckpointError as error:
@@ -384,28 +355,9 @@ def checkpoints_to_resume(settings: Settings) -> tuple[dict[str, dict[str, Any]]
         if not records:
             check_same_run(settings, record["identity"], str(folder))
         records[folder.name] = record
-    if (folders or name is not None) and not records:
+    if notes and not records:
         raise _none_left(notes, files)
     return records, notes
-
-
-def _read_latest(files: RunFiles, folders: Sequence[Path]) -> tuple[str | None, list[str]]:
-    """Return the name in the file `latest`, or None where it is missing or damaged, and notes for the user."""
-    try:
-        name = files.latest.read_text(encoding="utf-8").strip()
-    except (FileNotFoundError, NotADirectoryError):
-        if not folders:
-            return None, []
-        return None, [f"{files.latest}: is missing, so the newest whole checkpoint is taken"]
-    except UnicodeDecodeError:
-        name = ""
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{describe_folder(files.folder)}: cannot be read: {error_text(error)}; give another folder"
-        ) from None
-    if _NAME.fullmatch(name):
-        return name, []
-    return None, [f"{files.latest}: is damaged, so the newest whole checkpoint is taken"]
 
 
 def _none_left(notes: Sequence[str], files: RunFiles) -> ConfigError:
@@ -475,11 +427,10 @@ def _load(folder: Path, record: dict[str, Any], training: TrainingModel) -> Prog
     )
     apply_factories(state)
     try:
-        dcp.load(
-            dict(named_shards(state)), storage_reader=_reader(folder), planner=_LoadPlanner(flatten_state_dict=False)
-        )
+        reader = dcp.HuggingFaceStorageReader(str(folder))
+        dcp.load(dict(named_shards(state)), storage_reader=reader, planner=_LoadPlanner())
     except (Exception, CheckpointException) as error:
-        cause = checkpoint_cause(error) or error
+        cause = _cause_of(error)
         if isinstance(cause, ConfigError) or is_lost_rank_error(cause) or is_out_of_memory(cause):
             raise cause from None
         raise ConfigError(

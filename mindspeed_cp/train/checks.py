@@ -1,19 +1,20 @@
-"""Checks that all ranks train on the same documents with the same settings, at the start and in every step, and that an
-NPU makes its calls."""
+"""What ends a start or a step before wrong numbers are kept: settings or corpora that differ between ranks or from those
+of a checkpoint, a loss or gradient that is not finite, a spike, and an NPU that makes no calls any more."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mindspeed_cp.errors import ConfigError, OperatorError
+from mindspeed_cp.config.settings import Settings
+from mindspeed_cp.errors import ConfigError, DivergenceError, OperatorError
 from mindspeed_cp.schema.messages import format_value, name_ranks
-from mindspeed_cp.train.identity import flat_settings
 from mindspeed_cp.train.world import World
 
 #: Settings in which the machines of a run may differ.
@@ -21,7 +22,6 @@ _OF_MACHINES = {
     "data.corpus",  # its digest is compared
     "train.device",
     "train.threads_per_rank",
-    "train.prefetch_micro_batches",
     "output.log_interval",
 }
 
@@ -51,54 +51,20 @@ def check_same_start(world: World, corpus_digest: str) -> None:
             )
 
 
-def check_digests(digests: Tensor, step: int, replica_ranks: Sequence[Sequence[int]]) -> None:
-    """Raise ConfigError, naming the ranks, unless all ranks have dispatched and read the same global batch.
+def check_assignment(digests: Tensor, step: int) -> None:
+    """Raise ConfigError, naming the ranks, unless all ranks have assigned the documents of a step alike.
 
     Args:
-        digests: fp64 [ranks, 3]: of the documents and their replicas, of the contents of the replica's rows, and of the
-            contents of one document that all ranks read.
+        digests: of the assignments, fp64 [ranks].
         step: number of the step.
-        replica_ranks: the ranks of each data-parallel replica.
     """
-    dispatched, contents, sample = digests.T
-    size = len(dispatched)
-    kept = "the step was not kept, and checkpoints are untouched"
-    different, is_tie = _suspects_in(dispatched, [range(size)])
+    different = _minority(digests.tolist())
     if different:
         raise ConfigError(
-            f"step {step}: {name_ranks(different, 'has', 'have')} assigned documents to replicas differently "
-            f"{_from_whom(is_tie, size)}; every rank needs the same settings, data.corpus and version of this "
-            f"package; {kept}"
+            f"step {step}: {name_ranks(different)} and the others of {len(digests)} assigned documents to replicas "
+            "differently; every rank needs the same settings, data.corpus and version of this package; the step was "
+            "not kept, and checkpoints are untouched"
         )
-    different, is_tie = _suspects_in(sample, [range(size)])
-    if not different:
-        different, is_tie = _suspects_in(contents, replica_ranks)
-    if different:
-        raise ConfigError(
-            f"step {step}: {name_ranks(different)} of {size} read the contents of the same documents "
-            f"differently {_from_whom(is_tie, size)}; every rank needs the same files in data.corpus; {kept}"
-        )
-
-
-def check_calls(digests: Tensor, step: int, plan_ranks: Sequence[Sequence[int]]) -> None:
-    """Raise ConfigError, naming the ranks, unless all ranks of each plan have called attention alike.
-
-    Args:
-        digests: fp64 [ranks]: of the plans, types and dropout keys of the calls of the last micro-batch; those before
-            are compared with the announcement of the next one.
-        step: number of the step.
-        plan_ranks: the ranks of each plan.
-    """
-    different, is_tie = _suspects_in(digests, plan_ranks)
-    if different:
-        raise ConfigError(
-            f"step {step}: {name_ranks(different)} called attention differently (plans, types or dropout keys) "
-            f"{_from_whom(is_tie, len(digests))}; the step was not kept, and checkpoints are untouched"
-        )
-
-
-def _from_whom(is_tie: bool, size: int) -> str:
-    return "from each other, and any of them may be wrong" if is_tie else f"from the other ranks of {size}"
 
 
 def _minority(values: Sequence[Any]) -> list[int]:
@@ -107,24 +73,128 @@ def _minority(values: Sequence[Any]) -> list[int]:
     return [index for index, value in enumerate(values) if value != usual]
 
 
-def _suspects_in(values: Tensor, groups: Sequence[Sequence[int]]) -> tuple[list[int], bool]:
-    """Return the ranks whose value is not the most frequent one of their group, ascending, and False; of a group
-    without a most frequent value all ranks, and then True."""
-    suspects: list[int] = []
-    is_tie = False
-    for group in groups:
-        of_group = [float(values[rank]) for rank in group]
-        counts = Counter(of_group).most_common(2)
-        if len(counts) == 2 and counts[0][1] == counts[1][1]:
-            suspects += group
-            is_tie = True
-        else:
-            suspects += [group[index] for index in _minority(of_group)]
-    return sorted(suspects), is_tie
+# The settings that identify a run: a checkpoint can be resumed only with equal ones. They are those that change the
+# numbers: model, data, order, schedule. How the work is split over ranks, recomputed or shown changes only rounding, so a
+# run may be resumed with other ranks. The rates of the optimizer may change, as a run whose loss diverges needs.
+
+_TRAIN = ("global_batch_size", "lr_decay_style", "lr_warmup_iters", "bf16", "seed")
 
 
-#: Numbers that are copied in turn: what memory holds by chance is hardly ever the one that is due.
-_COUNT = 4096
+def identity(settings: Settings) -> dict[str, Any]:
+    """Return the settings that identify a run, by dotted key, with defaults that depend on others filled in."""
+    model, data, train = settings.model, settings.data, settings.train
+    filled = {
+        "num_query_groups": model.kv_heads,
+        "kv_channels": model.head_dim,
+        "ffn_hidden_size": model.resolved_ffn_hidden_size,
+    }
+    values = flat_settings({"model": {**model.model_dump(), **filled}, "data": data.model_dump()})
+    del values["model.recompute_granularity"]
+    if not model.attention_dropout:  # else the dropped weights depend on the rows
+        del values["data.balance"]
+    elif data.balance == "pool":  # documents keep the numbers by which weights are dropped, as with time
+        values["data.balance"] = "time"
+    values |= {f"train.{key}": getattr(train, key) for key in _TRAIN}
+    if train.lr_decay_style != "constant":
+        values["train.lr_decay_iters"] = train.lr_decay_iters or train.train_iters
+    return values
+
+
+def check_same_run(settings: Settings, saved: dict[str, Any], checkpoint: str) -> None:
+    """Raise ConfigError, naming the settings, unless a checkpoint belongs to these settings.
+
+    Args:
+        settings: the present settings.
+        saved: the identity that the checkpoint has; data.corpus may have been moved, and its contents are compared.
+        checkpoint: its folder.
+    """
+    old, new = saved | {"data.corpus": settings.data.corpus}, identity(settings)
+    changes = {
+        key: f"{key} was {format_value(old.get(key))} and is {format_value(new.get(key))}"
+        for key in {**old, **new}
+        if old.get(key) != new.get(key)
+    }
+    if not changes:
+        return
+    decay = "train.lr_decay_iters"
+    longer = f" (to train longer on the old schedule: {decay} = {saved[decay]})" if [*changes] == [decay] else ""
+    raise ConfigError(
+        f"{checkpoint} belongs to other settings: {'; '.join(changes.values())}; "
+        f"resume with the old settings{longer}, or give another output.folder"
+    )
+
+
+def flat_settings(sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the values of all sections by dotted key."""
+    return {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+
+
+# Steps whose loss or gradient is not finite, or whose loss is a spike: train.nonfinite_policy. All ranks decide alike,
+# from figures that they have gathered, so nothing is sent.
+
+HISTORY = 64  # losses that a spike is measured against
+LEAST_HISTORY = 16  # fewer say nothing
+MAD_FLOOR = 0.01  # of the median: a flat curve would make every loss a spike
+SKIPS_IN_A_ROW = 10
+
+_ADVICE = "lower train.lr or clip more (train.clip_grad), which a resumed run may"
+
+
+def spike_limit(losses: Sequence[float], mads: float) -> float:
+    """Return the loss above which a step is a spike: the median of earlier losses plus `mads` times their median
+    absolute deviation (MAD), which counts as at least 1 % of the median.
+
+    Args:
+        losses: losses of earlier steps, the newest last; infinity is returned for fewer than LEAST_HISTORY.
+        mads: train.spike_mads; 0: infinity is returned.
+    """
+    if not mads or len(losses) < LEAST_HISTORY:
+        return math.inf
+    middle = median(losses)
+    deviation = median(abs(loss - middle) for loss in losses)
+    return middle + mads * max(deviation, MAD_FLOOR * abs(middle))
+
+
+class BadStepPolicy:
+    """Ends the run at a bad step, or has it skipped.
+
+    Args:
+        settings: settings of the run.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._skips, self._mads = settings.train.nonfinite_policy == "skip", settings.train.spike_mads
+        self._in_a_row = 0
+
+    def problem(self, step: int, nonfinite: str | None, loss: float, losses: Sequence[float]) -> str | None:
+        """Return why a step is to be skipped, or None: its weights are to be updated.
+
+        Args:
+            step: number of the step.
+            nonfinite: what is not finite, and where, or None.
+            loss: its loss.
+            losses: losses of earlier steps.
+
+        Raises:
+            DivergenceError: the policy is to stop, or too many steps in a row were skipped.
+        """
+        limit = spike_limit(losses, self._mads)
+        if nonfinite is None and loss <= limit:
+            self._in_a_row = 0
+            return None
+        problem = nonfinite or (
+            f"the loss of {loss:.4g} is a spike, above {limit:.4g}: the median of {len(losses)} steps and "
+            f"{self._mads:g} MAD"
+        )
+        if not self._skips:
+            raise DivergenceError(
+                f"step {step}: {problem}; {_ADVICE}, or set train.nonfinite_policy: skip; the step was not kept, and "
+                "checkpoints are untouched"
+            )
+        self._in_a_row += 1
+        if self._in_a_row > SKIPS_IN_A_ROW:
+            raise DivergenceError(f"step {step}: {problem}, after {SKIPS_IN_A_ROW} skipped steps in a row; {_ADVICE}")
+        return problem
 
 
 class QueueProbe:
@@ -142,22 +212,21 @@ class QueueProbe:
     """
 
     def __init__(self, device: torch.device, rank: int) -> None:
-        self._rank, self._checks = rank, 0
-        self._numbers = torch.arange(1, _COUNT + 1).pin_memory() if device.type == "npu" else None
+        self._rank = rank
+        self._number = torch.zeros(1, dtype=torch.int64).pin_memory() if device.type == "npu" else None
         self._copy = torch.zeros(1, dtype=torch.int64, device=device)
 
     def check(self, step: int) -> None:
-        """Copy a number of 8 bytes and wait for it.
+        """Copy the next number, of 8 bytes, and wait for it.
 
         Raises:
             OperatorError: it did not arrive; names the step and the rank.
         """
-        if self._numbers is None:
+        if self._number is None:
             return
-        place = self._checks % _COUNT
-        self._checks += 1
-        self._copy.copy_(self._numbers[place : place + 1], non_blocking=True)
-        if int(self._copy) == place + 1:
+        self._number += 1
+        self._copy.copy_(self._number, non_blocking=True)
+        if int(self._copy) == int(self._number):
             return
         raise OperatorError(
             f"step {step}, rank {self._rank}: torch-npu makes no calls any more (a copy to the NPU was dropped): an "

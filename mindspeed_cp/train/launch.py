@@ -7,6 +7,7 @@ torch and Megatron are imported, which takes longer than a short training; on de
 
 from __future__ import annotations
 
+import errno
 import faulthandler
 import json
 import logging
@@ -18,34 +19,43 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
+from unittest.mock import patch
 
 from mindspeed_cp.config.rules import data_parallel_size
 from mindspeed_cp.config.settings import Settings
-from mindspeed_cp.device import open_files
-from mindspeed_cp.device.npu_errors import TIMEOUTS
+from mindspeed_cp.device import npu_errors, open_files
 from mindspeed_cp.device.select import resolve_device_type
-from mindspeed_cp.errors import ConfigError, PeerError
+from mindspeed_cp.errors import ConfigError, CorruptionError, DivergenceError, OperatorError, PeerError, PlanError
 from mindspeed_cp.schema.messages import name_ranks
-from mindspeed_cp.train.failures import (
-    BAD_INPUT,
-    FAILED,
-    OK,
-    classify_error,
-    is_lost_rank_error,
-    is_out_of_memory,
-    lost_over_device,
-    out_of_memory_error,
-    stop_signals,
-)
 
 if TYPE_CHECKING:
     from mindspeed_cp.train.world import World
 
+OK, FAILED, BAD_INPUT = 0, 1, 2  # exit codes
+# Lower-case parts of gloo's and the store's messages about a process that is gone or silent (HCCL: npu_errors).
+_LOST_CONNECTION_TEXTS = (
+    *("connection closed by peer", "connection reset by peer", "broken pipe", "gloo/transport", "gloo/rendezvous"),
+    *("gloo connectfullmesh", "tcpstore", "diststoreerror", "distnetworkerror"),
+)
+_OPEN_FILES = "raise the limit of open files, ulimit -n, or use fewer ranks"
+#: Parts of messages of a limit of the system, which torch, gloo and Python tell without an errno.
+_SYSTEM_LIMITS = {
+    "Too many open files": _OPEN_FILES,
+    "can't start new thread": "raise the limit of processes and threads, ulimit -u, or use fewer ranks",
+}
+_ERRNO_REMEDIES = {
+    errno.EMFILE: _OPEN_FILES,
+    errno.ENFILE: "this machine has no more files to open (sysctl fs.file-max)",
+    errno.EFBIG: "raise the limit of the size of a file, ulimit -f, and the same command goes on from the newest "
+    "checkpoint",
+}
+NCCL_REMEDY = "look whether all ranks live; the time-out is context_parallel_suite.timeout_seconds"
+_OUT_OF_MEMORY_TEXTS = ("can't allocate memory", "cannot allocate memory", "not enough memory", "out of memory")
 NAMING_SECONDS = 5.0  # a busy rank may notice a lost peer late
 GRACE_SECONDS = NAMING_SECONDS + 2  # for ranks to end by themselves, and again before they are killed
 _KEY = "mindspeed_cp/lost_a_peer"
@@ -53,13 +63,14 @@ _RESUME = "the same command goes on from the newest checkpoint"
 # The watchdog of HCCL or NCCL aborts the whole process and prints the reason on standard error.
 _ABORTED = (
     "aborted (SIGABRT): on NPUs torch_npu does that when an operation of HCCL fails or a peer does not answer within "
-    f"{TIMEOUTS}, on GPUs torch for NCCL and context_parallel_suite.timeout_seconds; its log names them"
+    f"{npu_errors.TIMEOUTS}, on GPUs torch for NCCL and context_parallel_suite.timeout_seconds; its log names them"
 )
 #: Kinds of failures, the likeliest cause first, not those that follow from it.
-_KINDS = (
-    *("input", "corruption", "killed", "files", "device", "divergence", "bug", "stopped", "aborted", "peer"),
-    "terminated",
-)
+_KINDS = ("input", "corruption", "killed", "files", "device", "divergence", "bug", "aborted", "peer", "terminated")
+_KINDS_OF_ERRORS = {
+    ConfigError: "input", PlanError: "input", CorruptionError: "corruption", DivergenceError: "divergence",
+    OperatorError: "device", PeerError: "peer",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -106,7 +117,7 @@ def run_under_launcher(settings: Settings, *, as_json: bool) -> int:
         if kind == "bug":
             raise
         rank = os.environ["RANK"]
-        prefix = "" if rank == "0" or kind in ("corruption", "divergence", "peer", "stopped") else f"rank {rank}: "
+        prefix = "" if rank == "0" or kind in ("corruption", "divergence", "peer") else f"rank {rank}: "
         print(f"error: {prefix}{' '.join(line.split())}", file=sys.stderr)
         _exit(code)
     return OK
@@ -124,8 +135,6 @@ def verdict(failures: Sequence[Failure], stop_signal: str | None) -> tuple[int, 
         return BAD_INPUT, failure.line
     if stop_signal is not None and failure.kind in ("peer", "terminated"):  # in a step that could not be finished
         return OK, f"stopped by {stop_signal}; {_RESUME}, if there is one"
-    if failure.kind == "stopped":
-        return OK, failure.line
     if failure.kind in ("killed", "aborted", "terminated"):
         return FAILED, f"rank {failure.rank} {failure.line}, and the other ranks were stopped; {_RESUME}"
     return FAILED, f"rank {failure.rank} failed: {failure.line}" if failure.kind in ("bug", "device") else failure.line
@@ -148,8 +157,18 @@ def _run_local_ranks(settings: Settings, ranks: int, *, as_json: bool) -> tuple[
     stopped: list[str] = []
     processes: list[Any] = []
     failures = []
+
+    def relay(number: int, frame: FrameType | None) -> None:
+        """Hand a signal on to the ranks, as SIGTERM; a second SIGINT ends this process at once."""
+        if stopped and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        stopped.append(signal.Signals(number).name)
+        for process in processes:
+            if process.exitcode is None:
+                process.terminate()
+
     try:
-        with _relayed_signals(processes, stopped):
+        with _stop_signals_to(relay):
             context = mp.start_processes(_rank, arguments, ranks, join=False, start_method=method)
             processes += context.processes
             try:
@@ -197,26 +216,6 @@ def _failure_by_status(rank: int, process: Any) -> Failure:
     return Failure(kind, line, rank)
 
 
-@contextmanager
-def _relayed_signals(processes: Sequence[Any], stopped: list[str]) -> Iterator[None]:
-    """Hand SIGTERM, SIGINT and SIGHUP on to the ranks, as SIGTERM; a second SIGINT ends this process at once."""
-
-    def relay(number: int, frame: FrameType | None) -> None:
-        if stopped and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        stopped.append(signal.Signals(number).name)
-        for process in processes:
-            if process.exitcode is None:
-                process.terminate()
-
-    before = {number: signal.signal(number, relay) for number in stop_signals()}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def _rank(local: int, ranks: int, launcher: int, folder: Path, settings: str, as_json: bool) -> None:
     """Run a rank in a process of its own, which the system interrupts (SIGINT, by torch) when the launcher ends."""
     for number in stop_signals():
@@ -241,8 +240,7 @@ def _rank(local: int, ranks: int, launcher: int, folder: Path, settings: str, as
     _exit(OK)
 
 
-@contextmanager
-def uncompiled_megatron() -> Iterator[None]:
+def uncompiled_megatron() -> AbstractContextManager[Any]:
     """Leave the functions that Megatron-core would fuse as they are written, if it is imported in this block.
 
     Megatron-core passes some thirty small functions to torch.compile while it is imported, which imports the whole
@@ -250,14 +248,7 @@ def uncompiled_megatron() -> Iterator[None]:
     on the CPU would wait for a C++ compiler, and torch_npu brings none. Megatron-core's own `disable_jit_fuser` comes
     too late, since its package has used the decorator by then.
     """
-    import torch
-
-    compile_before = torch.compile
-    torch.compile = _as_written  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.compile = compile_before
+    return patch("torch.compile", _as_written)
 
 
 def _as_written(function: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -275,7 +266,6 @@ def run_rank(settings: Settings, *, as_json: bool, store_file: Path | None = Non
     Raises:
         ConfigError: A setting cannot be used.
         PeerError: Another rank died; the error names it where that can be found out.
-        Stopped: The rank was asked to stop in a step that cannot be finished.
     """
     faulthandler.enable(2)  # a crash in a library leaves its stacks on standard error
     open_files.raise_limit()
@@ -328,3 +318,121 @@ def _exit(code: int) -> NoReturn:
         with suppress(OSError):  # a full disk or a closed terminal must not keep the process
             stream.flush()
     os._exit(code)
+
+
+# The error that ended a rank, and signals that ask it to stop.
+
+
+def classify_error(error: BaseException) -> tuple[str, str, int]:
+    """Return kind, one line and exit code for the error that ended a rank.
+
+    Kinds: input, corruption (a rank computed wrong numbers), divergence (the loss is not finite or a spike), peer,
+    files (a disk is full, a checkpoint cannot be written), device (an NPU, its operator or HCCL refused or failed), and
+    bug for everything else.
+    """
+    for types, kind in _KINDS_OF_ERRORS.items():
+        if isinstance(error, types):
+            return kind, str(error), BAD_INPUT if kind == "input" else FAILED
+    if isinstance(error, OSError):
+        return "files", _file_error(error), FAILED
+    if isinstance(error.__cause__, OSError):
+        return classify_error(error.__cause__)
+    text = str(error)
+    if isinstance(error, RuntimeError) and npu_errors.classify_hccl_error(text) is not None:
+        return "peer" if npu_errors.is_lost_peer(text) else "device", npu_errors.hccl_error_line(text), FAILED
+    if isinstance(error, RuntimeError) and npu_errors.is_operator_error(text):  # raised late, by torch_npu's queue
+        return "device", npu_errors.operator_error_line(text), FAILED
+    if isinstance(error, RuntimeError) and npu_errors.is_device_error(text):
+        return "device", npu_errors.device_error_line(text), FAILED
+    for part, remedy in _SYSTEM_LIMITS.items():
+        if part in text:
+            return "files", f"{text.splitlines()[0]}; {remedy}", FAILED
+    return "bug", f"{type(error).__name__}: {error}", FAILED
+
+
+def is_lost_rank_error(error: BaseException) -> bool:
+    """Return True for errors of torch.distributed that mean that another process is gone or silent."""
+    from torch.distributed import DistError
+
+    kind = npu_errors.classify_hccl_error(str(error))
+    if kind is not None:
+        return kind == "peer"
+    return isinstance(error, DistError) or any(part in str(error).lower() for part in _LOST_CONNECTION_TEXTS)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True if an allocation failed, on the host or on a device."""
+    text = str(error)
+    if isinstance(error, MemoryError):
+        return True
+    return any(part in text.lower() for part in _OUT_OF_MEMORY_TEXTS) and npu_errors.classify_hccl_error(text) is None
+
+
+def out_of_memory_error(settings: Settings, rank: int) -> ConfigError:
+    """Return the error that replaces a failed allocation of a rank."""
+    return ConfigError(
+        f"data.seq_length = {settings.data.seq_length}: does not fit, rank {rank} ran out of memory; use less, more "
+        "context_parallel_suite.context_parallel_size on more machines, or model.recompute_granularity: full"
+    )
+
+
+def lost_over_device(rank: int, error: BaseException, device_type: str) -> PeerError:
+    """Return the PeerError for a lost connection on NPUs or GPUs, where no time is left to ask which rank is gone."""
+    if isinstance(error, PeerError):  # names the rank already
+        return error
+    remedy = npu_errors.HCCL_REMEDY if device_type == "npu" else NCCL_REMEDY
+    return PeerError(f"rank {rank} lost a peer: {npu_errors.short_cause(str(error))}; {remedy}")
+
+
+def _file_error(error: OSError) -> str:
+    text = error.strerror or str(error) or type(error).__name__
+    if error.errno in _ERRNO_REMEDIES:
+        text = f"{text}; {_ERRNO_REMEDIES[error.errno]}"
+    if error.filename is not None:
+        return f"{error.filename}: {text}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{text}; free some space, and the same command goes on from the newest checkpoint"
+    return text
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Return SIGTERM, SIGINT, and SIGHUP (a closed terminal) unless it is ignored, as by nohup."""
+    always = (signal.SIGTERM, signal.SIGINT)
+    return always if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (*always, signal.SIGHUP)
+
+
+@contextmanager
+def _stop_signals_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handle the signals of `stop_signals` within the block."""
+    before = {number: signal.signal(number, handler) for number in stop_signals()}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
+
+
+class StopRequest:
+    """Inside this context the signals of `stop_signals` only set `reason`; main thread only."""
+
+    def __init__(self) -> None:
+        self._reason: str | None = None
+        self._parent = os.getppid()
+        self._handling = _stop_signals_to(self._note)
+
+    def __enter__(self) -> StopRequest:
+        self._handling.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._handling.__exit__(*error)
+
+    @property
+    def reason(self) -> str | None:
+        """Source of the request, as in "stopped by ...", or None."""
+        if os.getppid() != self._parent:  # torch has the system send SIGINT then, other launchers nothing
+            self._reason = "the death of the launcher"
+        return self._reason
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._reason = self._reason or signal.Signals(number).name

@@ -13,17 +13,16 @@ import torch
 from mindspeed_cp.algorithms import AUTO, build_plan
 from mindspeed_cp.comm import warm_up
 from mindspeed_cp.config.derived import training_plan_options
-from mindspeed_cp.config.settings import Settings
-from mindspeed_cp.data import PackedStream, check_learnable, corpus_digest, open_corpus
+from mindspeed_cp.data.corpus import open_corpus
+from mindspeed_cp.data.stream import PackedStream
 from mindspeed_cp.engine.attention_check import AttentionCheck
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.megatron import check_tokens_per_step
-from mindspeed_cp.train.bad_steps import BadStepPolicy
-from mindspeed_cp.train.checkpoint import resume, save_checkpoint
-from mindspeed_cp.train.checks import QueueProbe, check_same_start
+from mindspeed_cp.train.checkpoint import check_storage, resume, save_checkpoint
+from mindspeed_cp.train.checks import BadStepPolicy, QueueProbe, check_same_start
 from mindspeed_cp.train.comparison import run_comparison
-from mindspeed_cp.train.failures import StopRequest
+from mindspeed_cp.train.launch import StopRequest
 from mindspeed_cp.train.micro_batch_loader import MicroBatchLoader, make_dispatcher
 from mindspeed_cp.train.model import TrainingModel, build_training_model
 from mindspeed_cp.train.output import RunWriter, check_tensorboard
@@ -44,9 +43,8 @@ def train(world: World) -> dict[str, Any] | None:
         CorruptionError: Attention is not what the reference computes (all ranks raise it).
         DivergenceError: The loss or the gradient is not finite, or the loss is a spike, and the policy is to stop (all
             ranks raise it).
-        DiskError: A checkpoint cannot be written.
+        OSError: A checkpoint cannot be written.
         PeerError: Another rank died.
-        Stopped: The rank was asked to stop while a batch did not come.
     """
     settings = world.settings
     if settings.context_parallel_suite.algorithm == AUTO:  # process groups depend on it, and exist already
@@ -54,6 +52,7 @@ def train(world: World) -> dict[str, Any] | None:
             "context_parallel_suite.algorithm is 'auto': give mindspeed_cp.config.candidates.resolve_auto(settings)"
         )
     check_tensorboard(settings)
+    check_storage()
     files = RunFiles(Path(settings.output.folder))
     with ExitStack() as stack:
         if world.is_first:
@@ -61,17 +60,16 @@ def train(world: World) -> dict[str, Any] | None:
             stack.enter_context(files.locked())
         world.barrier()
         corpus = open_corpus(settings.data.corpus)
-        check_learnable(corpus, settings.data.corpus)
-        digest = corpus_digest(corpus)
-        check_same_start(world, digest)
+        check_same_start(world, corpus.digest)
         context, rows = settings.data.seq_length, settings.train.global_batch_size
         check_tokens_per_step(rows * context)
 
         def new_stream() -> PackedStream:
-            return PackedStream(corpus, context, settings.train.seed, world.replica, world.replicas, digest=digest)
+            return PackedStream(corpus, context, settings.train.seed, world.replica, world.replicas)
 
         stream = new_stream()
-        stack.enter_context(_deterministic(settings.train.deterministic_mode))
+        if settings.train.deterministic_mode:  # operators without deterministic algorithms are refused
+            torch.use_deterministic_algorithms(True)
         training = build_training_model(world)
         _warm_up_connections(training)
         progress, folder, notes = resume(training)
@@ -92,13 +90,17 @@ def train(world: World) -> dict[str, Any] | None:
             if writer is not None:
                 writer.comparison(comparison)
         policy, queue = BadStepPolicy(settings), QueueProbe(world.device, world.rank)
-        interval, last, stopped_by = settings.checkpoint.save_interval, settings.train.train_iters, None
-        batches = stack.enter_context(MicroBatchLoader(training, stream, dispatcher, stop_request))
+        interval, check_interval = settings.checkpoint.save_interval, settings.train.check_attention_interval
+        last, stopped_by = settings.train.train_iters, None
+        batches = stack.enter_context(MicroBatchLoader(training, stream, dispatcher))
         while progress.step < last and stopped_by is None:
             step = progress.step + 1
             with _traced(training, files, step):
                 began = time.perf_counter()
-                check = _attention_check_of_step(settings, step)
+                check = None
+                if check_interval and step % check_interval == 0:  # alike on all ranks
+                    timeout = settings.context_parallel_suite.timeout_seconds
+                    check = AttentionCheck(settings.model.num_layers, (settings.train.seed, step), timeout)
                 result = run_step(training, batches, step, stop_request, queue, check, policy, progress.losses)
                 seconds = time.perf_counter() - began
             progress = progress.after(result, seconds)
@@ -109,14 +111,6 @@ def train(world: World) -> dict[str, Any] | None:
             if result.stop and step < last:  # a request in the last step changes nothing
                 stopped_by = stop_request.reason or "a signal to another rank"
         return None if writer is None else writer.summary(progress, folder, stopped_by, corpus)
-
-
-def _attention_check_of_step(settings: Settings, step: int) -> AttentionCheck | None:
-    """Return what compares a step's attention with the reference, the same choice on all ranks; None in most steps."""
-    interval, suite = settings.train.check_attention_interval, settings.context_parallel_suite
-    if not interval or step % interval:
-        return None
-    return AttentionCheck(settings.model.num_layers, (settings.train.seed, step), suite.timeout_seconds)
 
 
 def _warm_up_connections(training: TrainingModel) -> None:
@@ -147,14 +141,3 @@ def _traced(training: TrainingModel, files: RunFiles, step: int) -> Iterator[Non
     path = files.folder / "trace" / f"step-{step:07d}-rank-{world.rank}.json"
     path.parent.mkdir(exist_ok=True)
     profiler.export_chrome_trace(str(path))
-
-
-@contextmanager
-def _deterministic(required: bool) -> Iterator[None]:
-    """Make torch use deterministic algorithms within the block, and refuse operators that have none."""
-    before, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(before or required, warn_only=warns and not required)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warns)

@@ -1,8 +1,8 @@
 """Packed rows -> planned micro-batches of this rank, made ahead of time in a thread.
 
 Packing, dispatch, planning and slicing need NumPy and nothing that the model computes, so they run while the model
-computes, train.prefetch_micro_batches micro-batches ahead. All ranks of a replica make the same rows and the same
-plans independently, and nothing is sent.
+computes, a few micro-batches ahead. All ranks of a replica make the same rows and the same plans independently, and
+nothing is sent.
 """
 
 from __future__ import annotations
@@ -10,28 +10,26 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from mindspeed_cp.algorithms.plan_cache import PlanCache
 from mindspeed_cp.config.derived import document_cost, mean_layer_cost, training_plan_options
-from mindspeed_cp.data import Dispatcher, PackedRow, PackedStream, PoolModel, ReplicaBatch
+from mindspeed_cp.data.dispatch import DispatchedBatch, Dispatcher
+from mindspeed_cp.data.dispatch import PoolModel
+from mindspeed_cp.data.stream import PackedRow, PackedStream
 from mindspeed_cp.engine import prepare
 from mindspeed_cp.engine.hidden_states import hidden_redistribution
 from mindspeed_cp.megatron import PlannedBatchParams, micro_batch_seed, planned_batch
 from mindspeed_cp.ops.attention import backend_from_settings
 from mindspeed_cp.plan import AttentionConfig, Plan, verify_plan
-from mindspeed_cp.train.failures import Stopped, StopRequest
 from mindspeed_cp.train.model import TrainingModel
 
-POLL_SECONDS = 0.5  # interval of the checks for a request to stop
-STOP_SECONDS = 5.0  # a rank that is asked to stop keeps waiting so long: the other ranks are in the same step
-END_SECONDS = 5.0  # the thread is abandoned after so long: reading its file may never end
+AHEAD = 3  # micro-batches beside the one that is computed; one of them is being made
 
 
 @dataclass(frozen=True)
@@ -41,22 +39,19 @@ class MicroBatch:
     Attributes:
         batch: tokens, labels, loss_mask and position_ids, each [1, t].
         params: carries the row's plan to every layer.
-        tokens, documents: their numbers in the whole row, over all ranks; 0 for rows of the pool, which the first
-            replica counts.
         visible_pairs: visible (query, key) pairs of this rank's heads, over all layers.
         planning_seconds: time in which this rank dispatched the global batch (counted in its first row), planned
             the row.
-        global_batch: this replica's part of the global batch, and its dispatch.
-        state: state of the data stream behind it.
+        count: number of this replica's micro-batches in the global batch.
+        dispatched, state: assignment of the global batch, and state of the data stream behind it.
     """
 
     batch: dict[str, Tensor]
     params: PlannedBatchParams
-    tokens: int
-    documents: int
     visible_pairs: int
     planning_seconds: float
-    global_batch: ReplicaBatch
+    count: int
+    dispatched: DispatchedBatch
     state: dict[str, Any]
 
 
@@ -67,17 +62,10 @@ class MicroBatchLoader:
         training: the model, its settings and this rank.
         stream: rows of this replica, at the position where training goes on.
         dispatcher: assigns the documents of each global batch to the replicas.
-        stop_request: ends the wait for a batch that does not come.
     """
 
-    def __init__(
-        self,
-        training: TrainingModel,
-        stream: PackedStream,
-        dispatcher: Dispatcher,
-        stop_request: StopRequest,
-    ) -> None:
-        self._stream, self._dispatcher, self._stop_request = stream, dispatcher, stop_request
+    def __init__(self, training: TrainingModel, stream: PackedStream, dispatcher: Dispatcher) -> None:
+        self._stream, self._dispatcher = stream, dispatcher
         self._world, settings = training.world, training.world.settings
         self._layers = Counter(training.attentions)  # number of layers with each attention
         self._suite, self._seed = settings.context_parallel_suite, settings.train.seed
@@ -88,9 +76,8 @@ class MicroBatchLoader:
         self._rows = train.global_batch_size
         self._plans = PlanCache(self._prepare)
         self._verifies = False  # this rank proves the plans of the row that is being made
-        self._batch: ReplicaBatch  # the one whose micro-batches are being made
+        self._batch: tuple[list[PackedRow], DispatchedBatch]  # the one whose micro-batches are being made
         self._micro_batches = self._generate()
-        self._ahead = 1 + train.prefetch_micro_batches  # one is being made
         self._executor = ThreadPoolExecutor(1, "mindspeed-cp-batches")
         self._pending: deque[Future[MicroBatch]] = deque()
 
@@ -98,37 +85,21 @@ class MicroBatchLoader:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._executor.shutdown(wait=False, cancel_futures=True)
-        wait([future for future in self._pending if future.running()], END_SECONDS)
+        self._executor.shutdown(cancel_futures=True)
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return self
 
     def __next__(self) -> MicroBatch:
-        """Return the next micro-batch. An error of the thread is raised here.
-
-        Raises:
-            Stopped: This rank was asked to stop, and no batch came for STOP_SECONDS.
-        """
-        while len(self._pending) <= self._ahead:
+        """Return the next micro-batch. An error of the thread is raised here."""
+        while len(self._pending) <= AHEAD:
             self._pending.append(self._executor.submit(self._micro_batches.__next__))
-        future = self._pending.popleft()
-        stop_seen: float | None = None
-        while not wait([future], POLL_SECONDS).done:
-            if self._stop_request.reason is None:
-                continue
-            stop_seen = stop_seen or time.monotonic()
-            if time.monotonic() - stop_seen >= STOP_SECONDS:
-                raise Stopped(
-                    f"stopped by {self._stop_request.reason} while rank {self._world.rank} waited for data.corpus; "
-                    "steps after the newest checkpoint were not kept, and the same command goes on from there"
-                )
-        return future.result()
+        return self._pending.popleft().result()
 
     def _generate(self) -> Iterator[MicroBatch]:
         while True:
             self._batch = self._stream.next_batch(self._rows, self._dispatcher)
-            for row in self._batch.rows:
+            for row in self._batch[0]:
                 yield self._make(row)
 
     def _prepare(self, plan: Plan) -> None:
@@ -136,7 +107,7 @@ class MicroBatchLoader:
         if self._verifies:
             verify_plan(plan)
         device = self._world.device
-        _, rank = self._world.plan_ranks(self._batch.dispatched.pooled)
+        _, rank = self._world.plan_ranks(self._batch[1].pooled)
         backend = backend_from_settings(self._suite, device.type, plan.attention, self._dtype)
         prepare(plan, rank, self._dtype, backend, device)
         if plan.linear_layout is not None:
@@ -146,7 +117,7 @@ class MicroBatchLoader:
 
     def _planned(self, row: PackedRow) -> Mapping[AttentionConfig, Plan]:
         """Return the plans of a row by the attention of layers, from the cache if they are there."""
-        topology, rank = self._world.plan_ranks(self._batch.dispatched.pooled)
+        topology, rank = self._world.plan_ranks(self._batch[1].pooled)
         # Every rank has the same plans: the ranks of a plan take turns to prove them.
         turn = row.index // self._world.replicas % topology.ranks
         self._verifies = self._suite.verify_plans and turn == rank
@@ -156,34 +127,28 @@ class MicroBatchLoader:
         }
 
     def _make(self, row: PackedRow) -> MicroBatch:
-        world, dispatched = self._world, self._batch.dispatched
-        pooled = dispatched.pooled
-        _, rank = world.plan_ranks(pooled)
+        world, (rows, dispatched) = self._world, self._batch
+        _, rank = world.plan_ranks(dispatched.pooled)
         began = time.perf_counter()
         plans = self._planned(row)
-        planning_seconds = time.perf_counter() - began
-        if row is self._batch.rows[0]:
-            planning_seconds += dispatched.dispatch_seconds
+        planning_seconds = time.perf_counter() - began + (dispatched.dispatch_seconds if row is rows[0] else 0.0)
         batch, params = planned_batch(
             {"tokens": row.tokens, "labels": row.labels, "loss_mask": row.loss_mask},
             list(plans.values()),
             rank,
             rows_multiple=self._rows_multiple,
             dropout_seed=micro_batch_seed(self._seed, row.dropout_stream_id),
-            pooled=pooled,
+            pooled=dispatched.pooled,
         )
-        params.batch_digest = None  # the step compares contents itself, over replicas too, and names the rank
-        counts = int(not pooled or world.replica == 0)
         return MicroBatch(
             batch={name: x.to(world.device) for name, x in batch.items()},
             params=params,
-            tokens=counts * row.documents.tokens,
-            documents=counts * int(np.count_nonzero(row.documents.lengths)),
             visible_pairs=sum(
                 layers * int(plans[attention].work_of(rank).sum()) for attention, layers in self._layers.items()
             ),
             planning_seconds=planning_seconds,
-            global_batch=self._batch,
+            count=len(rows),
+            dispatched=dispatched,
             state=self._stream.state_dict(),
         )
 

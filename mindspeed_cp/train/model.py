@@ -14,7 +14,7 @@ import torch
 from mindspeed_cp.config.model import MLA_KEYS, MOE_KEYS
 from mindspeed_cp.config.rules import VOCAB_SIZE_DIVISIBLE_BY
 from mindspeed_cp.config.settings import Settings
-from mindspeed_cp.data import VOCAB_SIZE
+from mindspeed_cp.data.corpus import VOCAB_SIZE
 from mindspeed_cp.megatron import install, install_model, layer_attentions, local_spec, megatron_imports
 from mindspeed_cp.plan import AttentionConfig
 from mindspeed_cp.train.world import EXPERT_TENSOR_PARALLEL, World
@@ -42,7 +42,6 @@ class TrainingModel:
         model: the bare model, for checkpoints.
         ddp_model: it in Megatron's DDP.
         optimizer, schedule: Megatron's.
-        parameters: weights of the whole model, over all ranks that share it; shared ones counted once.
     """
 
     world: World
@@ -52,7 +51,6 @@ class TrainingModel:
     ddp_model: DistributedDataParallel
     optimizer: Any
     schedule: OptimizerParamScheduler
-    parameters: int
 
 
 def build_training_model(world: World) -> TrainingModel:
@@ -85,7 +83,6 @@ def build_training_model(world: World) -> TrainingModel:
         ddp_model=ddp_model,
         optimizer=optimizer,
         schedule=_schedule(settings, optimizer),
-        parameters=_count_parameters(gpt, world),
     )
 
 
@@ -170,17 +167,6 @@ def build_gpt(config: TransformerConfig, world: World) -> GPTModel:
     )
     install_model(gpt)
     return gpt.to(world.device)
-
-
-def _count_parameters(gpt: GPTModel, world: World) -> int:
-    """Return the number of weights over all ranks: tensor-parallel ones hold parts of matrices, and a rank holds only
-    its own experts."""
-    total = 0
-    for name, parameter in gpt.named_parameters():
-        shared_by = world.tp_size if getattr(parameter, "tensor_model_parallel", False) else 1
-        is_expert = ".local_experts." in name
-        total += parameter.numel() * (world.settings.train.expert_model_parallel_size if is_expert else shared_by)
-    return total
 
 
 def optimizer_config(settings: Settings) -> OptimizerConfig:

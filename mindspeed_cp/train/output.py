@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-import errno
 import importlib.util
 import json
 import math
-import os
 import sys
 from collections import defaultdict, deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
 import yaml
 
 from mindspeed_cp.config.settings import Settings
-from mindspeed_cp.data import Corpus
+from mindspeed_cp.data.corpus import FileCorpus
 from mindspeed_cp.device.select import cann_version, unknown_cann_note
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.report.text import Table, print_tables, wrap_text
 from mindspeed_cp.train.checkpoint import Progress
-from mindspeed_cp.train.comparison import comparison_sentence, comparison_table
+from mindspeed_cp.train.comparison import comparison_table
 from mindspeed_cp.train.model import TrainingModel
 from mindspeed_cp.train.run_files import RunFiles, truncate_metrics, write_text
 from mindspeed_cp.train.step import StepResult
-from mindspeed_cp.train.world import unused_accelerator
 
 LAST_STEPS = 10  # averaged, because the loss of a single step depends on its documents
 _SHOWN = (
@@ -72,17 +69,18 @@ class RunWriter:
         self._comparison: dict[str, Any] | None = None
         suite, context = settings.context_parallel_suite, settings.data.seq_length
         self.note(
-            f"{training.parameters:,} parameters, context {context:,} over {suite.context_parallel_size} ranks "
-            f"({suite.algorithm}) on {device.type}{f', resumed after step {step}' if step else ''}"
+            f"context {context:,} over {suite.context_parallel_size} ranks ({suite.algorithm}) on {device.type}"
+            f"{f', resumed after step {step}' if step else ''}"
         )
         if step >= settings.train.train_iters:
             self.note(
                 "this run is complete, so nothing is done: to go on, raise train.train_iters and set "
                 "train.lr_decay_iters; to start anew, give another output.folder"
             )
-        device_note = unknown_cann_note(cann_version()) if device.type == "npu" else unused_accelerator(device)
-        if device_note:
-            self.note(device_note)
+        if device.type == "npu" and (note := unknown_cann_note(cann_version())):
+            self.note(note)
+        if device.type == "cpu" and torch.cuda.is_available():
+            self.note("this machine has a CUDA device, which is not used; train.device: cuda uses it")
 
     def step(self, step: int, result: StepResult, seconds: float) -> None:
         """Write and show one step."""
@@ -99,11 +97,6 @@ class RunWriter:
         if result.problem is not None:
             line["problem"] = result.problem
             self.note(f"step {step}: {result.problem}; its update was left out")
-        if os.fstat(self._file.fileno()).st_nlink == 0:
-            raise ConfigError(
-                f"{self._files.metrics}: was removed while the run wrote it; what was in it is lost, and the run ends: "
-                "leave the folder alone, and start it again"
-            )
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         for key, value in line.items() if self._tensorboard is not None else ():
@@ -113,8 +106,6 @@ class RunWriter:
             write_text(self._files.settings, yaml.safe_dump(self._settings.model_dump(mode="json"), sort_keys=False))
         if line["loss"] is not None:
             self._losses.append(line["loss"])
-        if not self._seconds:  # nothing could be computed while the first batch was made
-            line["waiting_seconds"] = 0.0
         self._seconds.append(seconds)
         for name in ("tokens", "documents", "seconds", "planning_seconds", "waiting_seconds"):
             self._totals[name] += line[name]
@@ -138,17 +129,19 @@ class RunWriter:
     def note(self, text: str) -> None:
         """Show a text, unless output.log_interval is 0."""
         if self._settings.output.log_interval:
-            with ignore_closed_terminal():
+            with suppress(OSError):  # of a closed terminal or a full disk, which must not end the run
                 print(wrap_text(text), flush=True)
 
     def comparison(self, comparison: dict[str, Any]) -> None:
         """Keep the comparison of algorithms for the summary, and show it."""
         self._comparison = comparison
         if self._settings.output.log_interval:
-            with ignore_closed_terminal():
+            with suppress(OSError):
                 print_tables([comparison_table(comparison)], sys.stdout)
 
-    def summary(self, progress: Progress, saved: Path | None, stopped_by: str | None, corpus: Corpus) -> dict[str, Any]:
+    def summary(
+        self, progress: Progress, saved: Path | None, stopped_by: str | None, corpus: FileCorpus
+    ) -> dict[str, Any]:
         """Write summary.json and return its content; sums and means are of the steps of this start.
 
         Args:
@@ -158,8 +151,6 @@ class RunWriter:
             corpus: the training documents.
         """
         totals, settings, losses = self._totals, self._settings, self._losses[-LAST_STEPS:]
-        context = settings.data.seq_length
-        longer = corpus.lengths[corpus.lengths > context]
         summary = {
             "step": progress.step,
             "steps": settings.train.train_iters,
@@ -176,10 +167,7 @@ class RunWriter:
             },
             **{name: totals[name] for name in ("planning_seconds", "waiting_seconds", "documents")},
             "pooled_steps": totals["pooled_steps"],
-            "corpus_documents": len(corpus.lengths),
-            "cut_documents": len(longer),
-            "document_chunks": int((-(-longer // context)).sum()),
-            "context": context,
+            "cut_documents": int((corpus.lengths > settings.data.seq_length).sum()),
             "comparison": self._comparison,
             "metrics": str(self._files.metrics),
             "checkpoint": str(saved) if saved else None,
@@ -194,28 +182,13 @@ class RunWriter:
             self._tensorboard.close()
 
 
-@contextmanager
-def ignore_closed_terminal() -> Iterator[None]:
-    """Discard the output of this block and all later output if the terminal was closed; other errors are raised."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno != errno.EIO:
-            raise
-        null_device = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null_device, sys.stdout.fileno())
-        os.close(null_device)
-
-
 def print_summary(summary: dict[str, Any], *, as_json: bool) -> None:
-    """Print a summary: as JSON, or as a table and, below it, what the comparison showed and why the run stopped."""
-    with ignore_closed_terminal():
-        if as_json:
-            print(json.dumps(summary), flush=True)
-            return
+    """Print a summary: as JSON, or as a table and, below it, why the run stopped."""
+    if as_json:
+        print(json.dumps(summary), flush=True)
+        return
+    with suppress(OSError):
         print_tables([_summary_table(summary)], sys.stdout)
-        if summary["comparison"] is not None and (sentence := comparison_sentence(summary["comparison"])):
-            print(wrap_text(sentence), flush=True)
         if summary["stopped_by"] is not None:
             text = (
                 f"stopped by {summary['stopped_by']} after step {summary['step']}; the state is in "

@@ -24,16 +24,12 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.report.files import replace_file
 
 
-class DiskError(OSError):
-    """A file of a running training cannot be written; carries errno, a line with the remedy, and the folder."""
-
-
 class RunFiles:
     """Paths of one run. A leading ~ of the folder means the home folder.
 
     Attributes:
         folder: output.folder.
-        checkpoints, latest: folder of the checkpoints, and the file with the name of the newest complete one.
+        checkpoints, latest: folder of the checkpoints, and the file with the name of the newest one.
         tensorboard: folder of TensorBoard's events.
         metrics, settings, summary: the other files of the folder.
     """
@@ -97,9 +93,9 @@ def error_text(error: BaseException) -> str:
     return lines[0].strip()[:200] or type(error).__name__
 
 
-def disk_error(error: BaseException, folder: Path) -> DiskError:
-    """Return the DiskError for an error that ended a write into a folder."""
-    return DiskError(
+def disk_error(error: BaseException, folder: Path) -> OSError:
+    """Return the error with the remedy for one that ended a write into a folder."""
+    return OSError(
         getattr(error, "errno", None) or errno.EIO,
         f"cannot be written: {error_text(error)}; make room or give access, and the same command goes on from the "
         "newest checkpoint",
@@ -108,10 +104,11 @@ def disk_error(error: BaseException, folder: Path) -> DiskError:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file atomically: readers see the old or the new text, also after a power failure.
+    """Replace a file atomically: readers see the old or the new text, also after a power failure; all names in its
+    folder are made durable.
 
     Raises:
-        DiskError: It cannot be written; the old text stays.
+        OSError: It cannot be written; the old text stays.
     """
 
     def write(new: Path) -> None:
@@ -122,18 +119,13 @@ def write_text(path: Path, text: str) -> None:
 
     try:
         replace_file(path, write)
-        sync_folder(path.parent)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
     except OSError as error:
         raise disk_error(error, path.parent) from None
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush the names in a folder to disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -12,15 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mindspeed_cp.engine.agreement import calls_digest
 from mindspeed_cp.engine.attention_check import AttentionCheck
 from mindspeed_cp.errors import CorruptionError, DivergenceError
 from mindspeed_cp.megatron import loss_function, megatron_imports
 from mindspeed_cp.megatron.adaptors.loss import REPORT_KEY
 from mindspeed_cp.schema.messages import name_ranks
-from mindspeed_cp.train.bad_steps import BadStepPolicy
-from mindspeed_cp.train.checks import QueueProbe, check_calls, check_digests
-from mindspeed_cp.train.failures import StopRequest
+from mindspeed_cp.train.checks import BadStepPolicy, QueueProbe, check_assignment
+from mindspeed_cp.train.launch import StopRequest
 from mindspeed_cp.train.micro_batch_loader import MicroBatch
 from mindspeed_cp.train.model import TrainingModel
 from mindspeed_cp.train.world import World
@@ -30,9 +28,9 @@ with megatron_imports():
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
 #: Fields of MicroBatch that a step adds up.
-_SUMMED_FIELDS = ("visible_pairs", "tokens", "documents", "planning_seconds")
+_SUMMED_FIELDS = ("visible_pairs", "planning_seconds")
 #: Columns of the table that ranks gather in a step, one row for each rank.
-_COLUMNS = ("loss", "counted", *_SUMMED_FIELDS, "waiting_seconds", "calls", "stop", "gradient")
+_COLUMNS = ("loss", "counted", *_SUMMED_FIELDS, "waiting_seconds", "stop", "gradient")
 
 
 @dataclass(frozen=True)
@@ -120,9 +118,7 @@ def forward_backward(
     training.ddp_model.zero_grad_buffer()
     training.optimizer.zero_grad()
     feed = _MicroBatchFeed(batches, attention_check)
-    plan_group = world.plan_group(feed.pooled)
-    sharing_ranks = torch.arange(world.size).view(1 if feed.pooled else world.replicas, -1)  # those with the same rows
-    check_digests(world.gather(feed.digests), step, sharing_ranks.tolist())
+    check_assignment(world.gather([float(feed.dispatched.digest)])[:, 0], step)
     reports = get_forward_backward_func()(
         forward_step_func=_forward,
         data_iterator=feed,
@@ -134,39 +130,28 @@ def forward_backward(
     )
     loss, counted = (float(sum(float(report[REPORT_KEY][i]) for report in reports)) for i in (0, 1))
     queue.check(step)  # before ranks wait for each other on the host
-    table = world.gather(
-        [
-            *(loss, counted, *feed.sums.values(), feed.waiting_seconds),
-            *(calls_digest(plan_group), float(stop_request.reason is not None), gradient_norm(training.ddp_model)),
-        ]
-    )
-    ranks = dict(zip(_COLUMNS, table.unbind(1), strict=True))
-    plans = sharing_ranks.view(len(sharing_ranks), -1, world.tp_size).mT.reshape(-1, plan_group.size())
-    check_calls(ranks["calls"], step, plans.tolist())
-    nonfinite = nonfinite_ranks(ranks["loss"], "the loss") or nonfinite_ranks(ranks["gradient"], "the gradient's norm")
+    is_asked_to_stop = float(stop_request.reason is not None)
+    own = (loss, counted, *feed.sums.values(), feed.waiting_seconds, is_asked_to_stop, _gradient_norm(training.ddp_model))
+    ranks = dict(zip(_COLUMNS, world.gather([*own]).unbind(1), strict=True))
+    nonfinite = _nonfinite_ranks(ranks["loss"], "the loss") or _nonfinite_ranks(ranks["gradient"], "the gradient's norm")
     if nonfinite is None and attention_check is not None:
-        _compare_attention(world.gather_objects(attention_check.compare(plan_group)), step)
+        group = world.plan_group(feed.dispatched.pooled)
+        for different in filter(None, world.gather_objects(attention_check.compare(group))):
+            raise CorruptionError(
+                f"step {step}: {different}; the step was not kept, and the same command goes on from the newest "
+                "checkpoint; if it happens again on that rank, take its device or machine out"
+            )
     return _sums(ranks, feed, world, nonfinite)
 
 
-def _compare_attention(differences: Sequence[str | None], step: int) -> None:
-    """Raise CorruptionError, before the weights are changed, if a rank's attention differs from the reference."""
-    different = next(filter(None, differences), None)
-    if different is not None:
-        raise CorruptionError(
-            f"step {step}: {different}; the step was not kept, and the same command goes on from the newest "
-            "checkpoint; if it happens again on that rank, take its device or machine out"
-        )
-
-
-def gradient_norm(ddp_model: DistributedDataParallel) -> float:
+def _gradient_norm(ddp_model: DistributedDataParallel) -> float:
     """Return the norm of this rank's gradients after the reduction, which shows whether one is not finite."""
     buffers = (*ddp_model.buffers, *ddp_model.expert_parallel_buffers)
     norms = [torch.linalg.vector_norm(buffer.grad_data) for buffer in buffers]
     return float(torch.stack(norms).sum())
 
 
-def nonfinite_ranks(values: Tensor, name: str) -> str | None:
+def _nonfinite_ranks(values: Tensor, name: str) -> str | None:
     """Return which of the ranks' values are not finite, or None."""
     bad = [rank for rank, value in enumerate(values.tolist()) if not math.isfinite(value)]
     if not bad:
@@ -177,18 +162,15 @@ def nonfinite_ranks(values: Tensor, name: str) -> str | None:
 
 def _sums(ranks: dict[str, Tensor], feed: _MicroBatchFeed, world: World, nonfinite: str | None) -> StepResult:
     """Return the sums of a step from the gathered columns, each fp64 [ranks]."""
-
-    def total(name: str) -> int:
-        """Return the sum over replicas, of which every rank counts whole rows."""
-        return int(ranks[name][:: world.tp_size * world.cp_size].sum())
-
     # Tensor-parallel ranks hold the same tokens.
     loss, counted, pairs = (ranks[name][:: world.tp_size] for name in ("loss", "counted", "visible_pairs"))
+    lengths = feed.dispatched.chunks["length"]
     figures = {
-        **{name: total(name) for name in ("tokens", "documents")},
+        "tokens": int(lengths.sum()),
+        "documents": len(lengths),
         "imbalance": float(pairs.max() / pairs.mean()) if pairs.sum() else 1.0,
-        "replica_imbalance": feed.imbalance,
-        "pooled": feed.pooled,
+        "replica_imbalance": feed.dispatched.imbalance,
+        "pooled": feed.dispatched.pooled,
         **{name: float(ranks[name].max()) for name in ("planning_seconds", "waiting_seconds")},
     }
     mean = float(loss.sum() / counted.sum().clamp(min=1))
@@ -200,9 +182,7 @@ class _MicroBatchFeed:
 
     Attributes:
         micro_batches: their number on this replica.
-        pooled: True if the ranks of all replicas compute them together.
-        digests: of their documents and contents, as `check_digests` takes them.
-        imbalance, state: those of their global batch.
+        dispatched, state: those of their global batch.
         sums: sums of _SUMMED_FIELDS, by name.
         waiting_seconds: time spent waiting for them.
     """
@@ -211,10 +191,7 @@ class _MicroBatchFeed:
         self._batches, self._check = batches, check
         self.sums, self.waiting_seconds = dict.fromkeys(_SUMMED_FIELDS, 0.0), 0.0
         first = self._take()
-        batch, dispatched = first.global_batch, first.global_batch.dispatched
-        self.micro_batches, self.imbalance, self.pooled = len(batch.rows), dispatched.imbalance, dispatched.pooled
-        self.digests = list(map(float, (dispatched.digest, batch.content_digest, batch.sample_digest)))
-        self.state = first.state
+        self.micro_batches, self.dispatched, self.state = first.count, first.dispatched, first.state
         self._first: MicroBatch | None = first
         self._taken = 0
 

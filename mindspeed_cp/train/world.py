@@ -36,7 +36,7 @@ from mindspeed_cp.megatron.patches.swap import replaced
 from mindspeed_cp.ops.attention.backends import check_npu_profile
 from mindspeed_cp.ops.host_memory import keep_freed_memory
 from mindspeed_cp.plan import Topology
-from mindspeed_cp.train.failures import is_lost_rank_error
+from mindspeed_cp.train.launch import is_lost_rank_error
 
 with megatron_imports():
     from megatron.core import parallel_state
@@ -157,7 +157,8 @@ def join_ranks(
         keep_freed_memory()
     if device.type == "npu" and suite.npu_profile is not None:
         check_npu_profile(suite.npu_profile)
-    torch.set_num_threads(train.threads_per_rank or max(1, _usable_cores() // local_size))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(train.threads_per_rank or max(1, cores // local_size))
     timeout = timedelta(seconds=suite.timeout_seconds)
     library = COLLECTIVE_LIBRARIES.get(device.type, "gloo")
     options = suite.hccl_options if library == "hccl" else {}
@@ -176,12 +177,13 @@ def join_ranks(
             stack.push(_destroy_groups)
         stack.callback(parallel_state.destroy_model_parallel)
         stack.enter_context(megatron_on(device))
-        with megatron_groups_with(timeout, library, options):
+        with megatron_groups_with(library, options):
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=train.tensor_model_parallel_size,
                 context_parallel_size=cp,
                 expert_model_parallel_size=train.expert_model_parallel_size,
                 expert_tensor_parallel_size=EXPERT_TENSOR_PARALLEL if settings.model.num_moe_experts else None,
+                distributed_timeout_minutes=timeout.total_seconds() / 60,
             )
         if device.type != "cpu" and cp > 1 and suite.uses_directional_groups:
             open_directional_groups(parallel_state.get_context_parallel_group(), device, timeout)
@@ -275,20 +277,12 @@ def _destroy_groups(kind: type[BaseException] | None, error: BaseException | Non
 
 
 @contextmanager
-def megatron_groups_with(timeout: timedelta, library: str, options: Mapping[str, int]) -> Iterator[None]:
-    """Make Megatron's groups within the block with this time-out, to the second, and these options of HCCL.
-
-    Megatron itself counts whole minutes, and its only options of a group are NCCL's (nccl_communicator_config_path).
-
-    Args:
-        timeout: time-out of every group.
-        library: library of the tensors on devices: "gloo", "hccl", "nccl".
-        options: options of HCCL, as for process_group_options.
-    """
+def megatron_groups_with(library: str, options: Mapping[str, int]) -> Iterator[None]:
+    """Give Megatron's groups on devices these options within the block, as for process_group_options; its own options
+    of a group are NCCL's."""
     create = parallel_state.create_group
 
     def create_with_options(*arguments: Any, **named: Any) -> Any:
-        named["timeout"] = timeout
         if options and named.get("backend") != "gloo":
             # New options for each group, as torch writes the name of the group into them.
             named["pg_options"] = process_group_options(library, options)
@@ -330,18 +324,6 @@ def pick_device(name: str, local_rank: int, local_ranks: int) -> torch.device:
     device = torch.device(kind, local_rank)
     module.set_device(device)
     return device
-
-
-def unused_accelerator(device: torch.device) -> str | None:
-    """Return an accelerator of this machine that train.device leaves unused, and how to use it; or None."""
-    if device.type == "cpu" and torch.cuda.is_available():
-        return "this machine has a CUDA device, which is not used; train.device: cuda uses it"
-    return None
-
-
-def _usable_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _read_ranks(environment: Mapping[str, str]) -> tuple[int, int, int, int]:

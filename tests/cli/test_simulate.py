@@ -17,7 +17,8 @@ from mindspeed_cp.cli.case import read_algorithms, read_case
 from mindspeed_cp.cli.main import run
 from mindspeed_cp.cli.options import SimulateOptions
 from mindspeed_cp.config.settings import load_settings
-from mindspeed_cp.data import PackedStream, open_corpus
+from mindspeed_cp.data.corpus import open_corpus
+from mindspeed_cp.data.stream import PackedStream
 from mindspeed_cp.data.lengths import sample_batch
 
 ROOT = Path(__file__).parents[2]

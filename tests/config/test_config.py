@@ -37,10 +37,10 @@ def test_an_empty_file_gives_the_defaults(tmp_path: Path) -> None:
 
 def test_values_come_from_the_file_and_overrides_win(tmp_path: Path) -> None:
     path = write(tmp_path, "train:\n  lr: 3e-4\n  seed: 7\n")
-    settings = load_settings(path, ["train.lr=1E-2", "model.num_query_groups=2", "checkpoint.resume=false"])
+    settings = load_settings(path, ["train.lr=1E-2", "model.num_query_groups=2", "output.tensorboard=true"])
     assert (settings.train.lr, settings.train.seed) == (1e-2, 7)
     assert settings.model.num_query_groups == 2
-    assert settings.checkpoint.resume is False
+    assert settings.output.tensorboard is True
 
 
 @pytest.mark.parametrize(

@@ -8,16 +8,18 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from hypothesis import HealthCheck, settings
 
-from mindspeed_cp.data import PackedRow, PackedStream
+from mindspeed_cp.data.corpus import FileCorpus
+from mindspeed_cp.data.stream import PackedRow, PackedStream
 
 #: For property tests: a machine that does something else meanwhile must not fail them.
 law = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-class ListCorpus:
+class ListCorpus(FileCorpus):
     """Documents of given lengths whose tokens are all different: token j of document i is 10**6 * i + j."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
+        super().__init__(())
         self.lengths = np.array(lengths, np.int64)
 
     def tokens(self, document: int, start: int = 0, stop: int | None = None) -> np.ndarray:

@@ -12,9 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mindspeed_cp.cluster import LayerCost, load_cluster
-from mindspeed_cp.data import Dispatcher, DocumentCost, PackedStream, PoolModel
+from mindspeed_cp.data.balance import DocumentCost
+from mindspeed_cp.data.dispatch import Dispatcher
+from mindspeed_cp.data.dispatch import PoolChoice, PoolModel
+from mindspeed_cp.data.stream import PackedStream
 from mindspeed_cp.data.packing import DOC_CHUNK
-from mindspeed_cp.data.pool import pooled_micro_batches
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import AttentionConfig, Topology
 from tests.data.corpora import ListCorpus, law
@@ -133,9 +135,15 @@ def test_of_ways_that_cannot_be_planned_the_other_is_taken() -> None:
 )
 def test_every_document_is_in_one_micro_batch_of_the_pool(lengths: list[list[int]]) -> None:
     """Which has room for the tokens of all four replicas."""
-    tokens = np.array([length for row in lengths for length in row])
-    of_rows = np.repeat(np.arange(len(lengths)), [len(row) for row in lengths])
-    micro_batches = pooled_micro_batches(tokens, tokens.astype(float) ** 2, 4, context=48, rows=of_rows)
+
+    def take_pool(self: PoolModel, lengths: np.ndarray, replicas: Any, pooled: Any) -> PoolChoice:
+        return PoolChoice(True, np.ones(4))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PoolModel, "choose", take_pool)
+        batch = Dispatcher("pool", 4, 48, lambda tokens: tokens.astype(float) ** 2, pool=pool_model(4))(rows(*lengths))
+    [*micro_batches] = batch.micro_batches[0]
+    tokens = batch.chunks["length"]
     assert sorted(np.concatenate(micro_batches).tolist()) == list(range(len(tokens)))
     assert max(int(tokens[numbers].sum()) for numbers in micro_batches) <= 48 * 4
     assert len(micro_batches) <= len(lengths) // 4
@@ -160,9 +168,7 @@ def test_replicas_of_the_pool_read_the_same_rows() -> None:
     corpus = ListCorpus([4095, *[63] * 184])
     streams = [PackedStream(corpus, CONTEXT, 1, replica, 4) for replica in range(4)]
     batches = [stream.next_batch(4, dispatcher(4)) for stream in streams]
-    assert all(batch.dispatched.pooled for batch in batches)
-    assert {batch.rows[0].index for batch in batches} == {0}, "by which weights are dropped"
-    assert all(np.array_equal(batch.rows[0].tokens, batches[0].rows[0].tokens) for batch in batches)
-    assert (
-        len({batch.content_digest for batch in batches}) == len({str(stream.state_dict()) for stream in streams}) == 1
-    )
+    assert all(batch.pooled for _, batch in batches)
+    assert {made[0].index for made, _ in batches} == {0}, "by which weights are dropped"
+    assert all(np.array_equal(made[0].tokens, batches[0][0][0].tokens) for made, _ in batches)
+    assert len({str(stream.state_dict()) for stream in streams}) == 1

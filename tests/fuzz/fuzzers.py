@@ -23,7 +23,8 @@ from mindspeed_cp.config.settings import Settings, load_settings
 from mindspeed_cp.convert.launch import find_launch
 from mindspeed_cp.convert.recorder import Recording
 from mindspeed_cp.convert.translate import convert_launch
-from mindspeed_cp.data import PackedStream, check_learnable, open_corpus
+from mindspeed_cp.data.corpus import open_corpus
+from mindspeed_cp.data.stream import PackedStream
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig, Topology, verify_plan
@@ -123,7 +124,7 @@ def plans(generator: random.Random, folder: Path) -> None:
 
 
 def checkpoints(generator: random.Random, folder: Path) -> None:
-    """run.json, digests.json, latest and the other files that a resumed run reads."""
+    """The manifest and the metrics that a resumed run reads."""
     corpus = folder / "corpus.jsonl"
     corpus.write_text('{"text": "abc"}\n' * 9)
     stream = PackedStream(open_corpus(corpus), 16, 0)
@@ -133,7 +134,6 @@ def checkpoints(generator: random.Random, folder: Path) -> None:
     newest = run / "checkpoints" / "iter_0000003"
     files = {
         "manifest.json": newest / "manifest.json",
-        "latest": run / "checkpoints" / "latest",
         "metrics.jsonl": run / "metrics.jsonl",
     }
     files["metrics.jsonl"].write_text('{"step": 1, "loss": 5.0}\n{"step": 2, "loss": 4.5}\n')
@@ -166,7 +166,6 @@ def corpora(generator: random.Random, folder: Path) -> None:
     text = mutations.text(generator, "\n".join(lines)).encode("utf-8", "surrogatepass")
     path.write_bytes(mutations.content(generator, text) if generator.random() < 0.5 else text)
     corpus = open_corpus(path)
-    check_learnable(corpus, str(path))
     for document in range(len(corpus.lengths)):
         corpus.tokens(document)
     next(PackedStream(corpus, 16, 0))
@@ -175,7 +174,7 @@ def corpora(generator: random.Random, folder: Path) -> None:
 OPTIONS = {
     "plan": ("--lengths", "--mask", "--ranks", "--nodes", "--ranks-per-node", "--algorithm", "--heads", "--set", "--verify", "--json"),
     "simulate": ("--lengths", "--cluster", "--nodes", "--ranks-per-node", "--tokens-per-rank", "--batches", "--algorithms", "--json"),
-    "train": ("--nproc", "--set", "--resume", "--no-resume", "--json"),
+    "train": ("--nproc", "--set", "--json"),
     "doctor": ("--report", "--json"),
     "calibrate": ("--base", "--dtype", "--longest", "--heads"),
 }  # fmt: skip

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from mindspeed_cp import ConfigError, Documents
-from mindspeed_cp.data.pool import PoolModel
+from mindspeed_cp.data.dispatch import PoolModel
 from mindspeed_cp.megatron import pretrain, shift_labels
 from tests.megatron.gpt import VOCABULARY, megatron, transformer_config
 from tests.megatron.models import NEEDS_PACKED

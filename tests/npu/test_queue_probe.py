@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from mindspeed_cp.errors import OperatorError
-from mindspeed_cp.train import checks
 from mindspeed_cp.train.checks import QueueProbe
-from mindspeed_cp.train.failures import FAILED, classify_error
+from mindspeed_cp.train.launch import FAILED, classify_error
 from tests.host_cann import task_queue
 
 DEVICE = torch.device("npu", 0)
@@ -21,8 +20,7 @@ def lose_error() -> None:
         task_queue.wait_for_refusal()
 
 
-def test_numbers_arrive_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "_COUNT", 5)
+def test_numbers_arrive_in_turn() -> None:
     probe = QueueProbe(DEVICE, 0)
     for step in range(1, 14):
         probe.check(step)

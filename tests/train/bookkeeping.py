@@ -8,7 +8,7 @@ from typing import Any
 
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.train.checkpoint import MANIFEST, Progress, _manifest_text
-from mindspeed_cp.train.identity import identity
+from mindspeed_cp.train.checks import identity
 from mindspeed_cp.train.run_files import RunFiles
 
 
@@ -17,7 +17,7 @@ def with_checkpoint(folder: Path, **record: Any) -> Settings:
     settings = Settings(output={"folder": str(folder)})  # type: ignore[arg-type]
     files = RunFiles(folder)
     files.create()
-    good = {**asdict(Progress(3)), "ranks": 1, "identity": identity(settings), "files": {}}
+    good = {**asdict(Progress(3)), "identity": identity(settings), "files": {}}
     for step, values in ((2, good | {"step": 2}), (3, good | record)):
         files.checkpoint(step).mkdir()
         (files.checkpoint(step) / MANIFEST).write_text(_manifest_text(values))

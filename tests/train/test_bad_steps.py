@@ -9,12 +9,7 @@ from typing import Any
 import pytest
 
 from mindspeed_cp.errors import DivergenceError
-from mindspeed_cp.train.bad_steps import (
-    LEAST_HISTORY,
-    SKIPS_IN_A_ROW,
-    BadStepPolicy,
-    spike_limit,
-)
+from mindspeed_cp.train.checks import LEAST_HISTORY, SKIPS_IN_A_ROW, BadStepPolicy, spike_limit
 from tests.train.fresh_ranks import FreshRanks
 from tests.train.test_identity import changed
 from tests.train.test_training import curve, tiny, train_here, values
@@ -62,7 +57,7 @@ def train_with_a_fault(settings: str, fault: str) -> dict[str, Any] | str:
     """In a rank: train with a fault of rank 1 in step 4, or with a spike there."""
     import torch
 
-    from mindspeed_cp.train import bad_steps, loop
+    from mindspeed_cp.train import checks, loop
 
     build, run_step, steps = loop.build_training_model, loop.run_step, []
 
@@ -86,10 +81,9 @@ def train_with_a_fault(settings: str, fault: str) -> dict[str, Any] | str:
         if spiked:
             with torch.no_grad():
                 training.model.decoder.final_layernorm.weight.mul_(30)
-        result = run_step(training, *arguments)
-        return result
+        return run_step(training, *arguments)
 
-    loop.build_training_model, loop.run_step, bad_steps.LEAST_HISTORY = built, counted, 3
+    loop.build_training_model, loop.run_step, checks.LEAST_HISTORY = built, counted, 3
     try:
         return train_here(settings)
     except DivergenceError as error:

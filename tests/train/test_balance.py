@@ -139,7 +139,7 @@ def plans_ahead(settings: str) -> int:
 def test_the_next_micro_batch_is_planned_while_this_one_computes(
     fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path
 ) -> None:
-    settings = tiny(corpus, tmp_path / "a", **COMMON, train__prefetch_micro_batches=1)
+    settings = tiny(corpus, tmp_path / "a", **COMMON)
     [steps] = fresh_ranks.run(1, plans_ahead, settings.model_dump_json())
     assert steps == settings.train.train_iters
 
@@ -155,7 +155,6 @@ def test_cached_plans_give_the_same_bits(fresh_ranks: FreshRanks, tmp_path: Path
         2, forgetful, settings.model_copy(update={"output": _folder(settings, "b")}).model_dump_json()
     )[0]
     assert compared(kept["lines"]) == compared(anew["lines"]), "not a bit differs"
-    assert kept["summary"]["waiting_seconds"] == pytest.approx(sum(values(kept["lines"][1:], "waiting_seconds")))
 
 
 def forgetful(settings: str) -> dict[str, Any]:
@@ -202,7 +201,7 @@ def test_replica_that_assigns_documents_differently_is_named(
 ) -> None:
     settings = tiny(corpus, tmp_path, **COMMON, **TIME)
     for text in fresh_ranks.run(3 + 1, deals_otherwise, settings.model_dump_json(), 2):
-        assert text.startswith("step 1: rank 2 has assigned documents to replicas differently") and "ranks of 4" in text
+        assert text.startswith("step 1: rank 2 and the others of 4 assigned documents to replicas differently")
     assert not list((tmp_path / "checkpoints").glob("iter*"))
 
 

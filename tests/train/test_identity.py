@@ -8,7 +8,7 @@ import pytest
 
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.train.identity import check_same_run, identity
+from mindspeed_cp.train.checks import check_same_run, identity
 
 
 def changed(**sections: dict[str, Any]) -> Settings:
@@ -43,7 +43,7 @@ def test_settings_that_change_rounding_alone_may_change() -> None:
     saved = identity(Settings())
     other = changed(
         model={"recompute_granularity": "full", "num_query_groups": 8, "kv_channels": 32},
-        train={"tensor_model_parallel_size": 2, "prefetch_micro_batches": 7, "train_iters": 300, "lr_decay_iters": 100},
+        train={"tensor_model_parallel_size": 2, "train_iters": 300, "lr_decay_iters": 100},
         checkpoint={"save_interval": 3},
         output={"folder": "elsewhere"},
         context_parallel_suite={"context_parallel_size": 4, "verify_plans": True},

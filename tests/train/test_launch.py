@@ -88,8 +88,6 @@ def test_survivors_name_the_dead_rank(fresh_ranks: FreshRanks, corpus: Path, tmp
     [
         (["--nproc", "3", "--set", "context_parallel_suite.context_parallel_size=2"], "3 ranks do not fit"),
         (["--nproc", "4"], "train.global_batch_size = 2: must be a multiple of the 4 replicas"),
-        (["--set", "train.max_restarts=2"], "train.max_restarts"),
-        (["--set", "checkpoint.trust_unsigned=true"], "checkpoint.trust_unsigned"),
     ],
 )
 def test_input_is_checked_before_ranks_are_started(

@@ -23,7 +23,7 @@ TOLERANCE = 1e-5
 
 def choosing(settings: str, pooled: list[bool]) -> dict[str, Any]:
     """In a rank: train, with these choices between the pool and replicas, again and again."""
-    from mindspeed_cp.data.pool import PoolModel
+    from mindspeed_cp.data.dispatch import PoolModel
 
     choose, count = PoolModel.choose, 0
 
@@ -112,7 +112,7 @@ def chooses_otherwise(settings: str, odd: int) -> str:
     """In a rank: one rank takes replicas where the others take the pool; return the error of every rank."""
     import torch.distributed as dist
 
-    from mindspeed_cp.data.pool import PoolModel
+    from mindspeed_cp.data.dispatch import PoolModel
 
     choose = PoolModel.choose
     PoolModel.choose = lambda *given: replace(choose(*given), pooled=dist.get_rank() != odd)  # type: ignore[method-assign]
@@ -126,4 +126,4 @@ def test_rank_that_chooses_other_pools_is_named_before_ranks_wait(
 ) -> None:
     settings = tiny(corpus, tmp_path, **COMMON, **POOL, **CP2)
     for text in fresh_ranks.run(4, chooses_otherwise, settings.model_dump_json(), 2):
-        assert text.startswith("step 1: rank 2 has assigned documents to replicas differently")
+        assert text.startswith("step 1: rank 2 and the others of 4 assigned documents to replicas differently")

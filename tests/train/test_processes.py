@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,7 +13,7 @@ import pytest
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.train import launch
-from mindspeed_cp.train.failures import Stopped, StopRequest
+from mindspeed_cp.train.launch import StopRequest
 from tests.ports import free_port
 from tests.train.fresh_ranks import FreshRanks
 from tests.train.runs import COMMAND, Run, write
@@ -87,63 +84,7 @@ def test_death_of_the_launcher_asks_ranks_to_stop(monkeypatch: pytest.MonkeyPatc
         assert stop.reason == "the death of the launcher"
 
 
-SHOWS = """
-from mindspeed_cp.train.output import ignore_closed_terminal
-for text in "ab":
-    with ignore_closed_terminal():
-        print(text, flush=True)
-"""
-
-
-@pytest.mark.parametrize(
-    ("program", "works"), [pytest.param(SHOWS, True, marks=pytest.mark.thorough), ("print('a', flush=True)", False)]
-)
-def test_steps_go_on_when_the_terminal_is_gone(program: str, works: bool) -> None:
-    master, terminal = os.openpty()
-    os.close(master)
-    try:
-        done = subprocess.run([sys.executable, "-c", program], stdout=terminal, stderr=subprocess.PIPE)
-    finally:
-        os.close(terminal)
-    assert (done.returncode == 0) is works, done.stderr
-
-
 # inside a rank
-
-
-def waits_for_ever(settings: str) -> str:
-    """The second global batch, of which step 2 is, never comes; SIGTERM does."""
-    from mindspeed_cp.data import PackedStream
-    from mindspeed_cp.train import micro_batch_loader as batches
-
-    make, take = PackedStream.next_batch, batches.MicroBatchLoader.__next__
-    made, taken = [], []
-
-    def blocked(self: PackedStream, *given: Any) -> Any:
-        made.append(1)
-        if len(made) == 2:
-            threading.Event().wait()
-        return make(self, *given)
-
-    def asked(self: batches.MicroBatchLoader) -> Any:
-        taken.append(1)
-        if len(taken) == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return take(self)
-
-    PackedStream.next_batch = blocked  # type: ignore[method-assign]
-    batches.MicroBatchLoader.__next__ = asked  # type: ignore[method-assign]
-    batches.POLL_SECONDS, batches.STOP_SECONDS, batches.END_SECONDS = 0.05, 0.2, 0.2
-    try:
-        launch.run_rank(Settings.model_validate_json(settings), as_json=False)
-    except Stopped as error:
-        return str(error)
-    raise AssertionError("the run ended")
-
-
-def test_a_rank_that_waits_for_a_batch_can_be_stopped(fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path) -> None:
-    [line] = fresh_ranks.run(1, waits_for_ever, tiny(corpus, tmp_path).model_dump_json())
-    assert line.startswith("stopped by SIGTERM while rank 0 waited for data.corpus")
 
 
 def asked_in_the_last_step(settings: str) -> Any:
@@ -217,23 +158,6 @@ def times_out(settings: str) -> list[float]:
 def test_groups_wait_as_long_as_the_setting_says(fresh_ranks: FreshRanks, corpus: Path, tmp_path: Path) -> None:
     settings = tiny(corpus, tmp_path, context_parallel_suite__timeout_seconds=7.0)
     assert fresh_ranks.run(1, times_out, settings.model_dump_json()) == [[7.0] * 3]
-
-
-def device_notes() -> list[str | None]:
-    import torch
-
-    from mindspeed_cp.train.world import unused_accelerator
-
-    results = []
-    for there in (False, True):
-        torch.cuda.is_available = lambda there=there: there
-        results.append(unused_accelerator(torch.device("cpu")))
-    return results
-
-
-def test_an_accelerator_that_is_not_used_is_told(fresh_ranks: FreshRanks) -> None:
-    [[nothing, note]] = fresh_ranks.run(1, device_notes)
-    assert nothing is None and note.endswith("train.device: cuda uses it")
 
 
 def cannot_meet(settings: str, environment: dict[str, str], joining: float) -> str:

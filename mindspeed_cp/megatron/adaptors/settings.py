@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from mindspeed_cp import ConfigError
 from mindspeed_cp.algorithms import ALIASES, AUTO, algorithm_name
 from mindspeed_cp.config import SuiteSettings
-from mindspeed_cp.data.pool import POOL_ALGORITHM
+from mindspeed_cp.data.dispatch import POOL_ALGORITHM
 from mindspeed_cp.megatron.adaptors.attentions import layer_attentions
 from mindspeed_cp.megatron.mindspeed_compat import MINDSPEED_CONDITIONS, MINDSPEED_RULES
 from mindspeed_cp.megatron.patches.versions import IS_0_12

@@ -21,7 +21,7 @@ from torch import Tensor
 from mindspeed_cp import Documents
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.config.rules import pool_topology
-from mindspeed_cp.data.pool import PoolModel
+from mindspeed_cp.data.dispatch import PoolModel
 from mindspeed_cp.megatron.adaptors.attentions import layer_attentions, model_layer_cost, with_model_sizes
 from mindspeed_cp.megatron.adaptors.documents import documents_of_batch, token_shape
 from mindspeed_cp.plan import Topology
