@@ -73,8 +73,8 @@ class HiddenMove:
         """Return hidden states [s, 1, hidden], padding included, in the other layout."""
         group, rank, shares = self._ranks(params)
         lengths = [
-            (params.linear_length + params.linear_padding) // shares,
-            (params.length + params.padding) // shares,
+            (params.linear_rows + params.linear_padding) // shares,
+            (params.rows + params.padding) // shares,
         ]
         before, after = lengths if to_attention else lengths[::-1]
         if list(x.shape[:2]) != [before, 1]:

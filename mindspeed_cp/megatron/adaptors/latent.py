@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import megatron.core
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import (
@@ -143,7 +142,7 @@ class PlannedMLASelfAttention(MLASelfAttention):
     ) -> tuple[Any, ...]:
         """Return query and key, not yet rotated, value, and the other results of Megatron.
 
-        Shapes are [s, b, heads, dim], for "thd" [t, heads, dim]. Where the plan lets latents travel, key is the one
+        Shapes are [t, heads, dim]. Where the plan lets latents travel, key is the one
         head of channels that all heads share, and value the latent.
 
         Raises:
@@ -155,15 +154,7 @@ class PlannedMLASelfAttention(MLASelfAttention):
             raise ConfigError(
                 "planned attention trains and evaluates only; generate with a model built from the original spec"
             )
-        if packed_seq_params is not None and packed_seq_params.qkv_format != "thd":
-            problem = versions.latent_rows(hidden_states.shape[1])
-            if problem is not None:
-                raise ConfigError(
-                    f"qkv_format is {packed_seq_params.qkv_format!r} with {hidden_states.shape[1]} sequences; valid in "
-                    f"megatron-core {megatron.core.__version__}: 'thd', since {problem}"
-                )
-        shards = self.core_attention.tp_group.size() if self.config.sequence_parallel else 1
-        _, plan = self.core_attention.plan_of(len(hidden_states) * shards, hidden_states.shape[1], packed_seq_params)
+        _, plan = self.core_attention.plan_of(packed_seq_params)
         if plan.attention.latent is not None:
             query, key, value, *rest = latent_projections(self, hidden_states, self._halves_positions())
         else:
@@ -171,8 +162,7 @@ class PlannedMLASelfAttention(MLASelfAttention):
             query, key, value, *rest = project(self, hidden_states, key_value_states, position_ids, None)
             if self._halves_positions():
                 key = _SumOfPositions.apply(key, self.config.qk_head_dim, self.core_attention.tp_group)
-        if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
-            query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         return (query, key, value) if versions.IS_0_12 else (query, key, value, *rest)
 
     def _run_core_attention(

@@ -19,7 +19,7 @@ from mindspeed_cp.megatron.adaptors.hidden import HiddenMove
 from mindspeed_cp.megatron.adaptors.latent import PlannedMLASelfAttention
 from mindspeed_cp.megatron.adaptors.loss import compare_token_counts
 from mindspeed_cp.megatron.adaptors.multi_token import install_multi_token
-from mindspeed_cp.megatron.adaptors.packed import PackedPlanner, refuse_documents_without_plan
+from mindspeed_cp.megatron.adaptors.packed import PackedPlanner
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 from mindspeed_cp.megatron.adaptors.rotary import LatentRotary, MultimodalRotary, PlannedRotary
 from mindspeed_cp.megatron.adaptors.router import give_padding_to_recomputed
@@ -107,16 +107,14 @@ def _install_chunk(chunk: nn.Module) -> int:
 
 def _look_at_batch(attention: PlannedAttention) -> Callable[[nn.Module, Arguments, dict[str, Any]], Call | None]:
     """Return a hook that starts to compare a micro-batch's plans over the ranks while the first layers compute; before,
-    it makes those of plain PackedSeqParams, and refuses a micro-batch that has documents and no parameters. With mrope
-    the model gets parameters with its positions."""
+    it makes those of plain PackedSeqParams. With mrope the model gets parameters with its positions."""
 
     def hook(model: nn.Module, arguments: Arguments, keywords: dict[str, Any]) -> Call | None:
         given = next((x for x in (*arguments, *keywords.values()) if isinstance(x, PackedSeqParams)), None)
+        if given is None:
+            return None  # the layers refuse it
         second = arguments[1] if len(arguments) > 1 else None  # of GPTModel.forward
         position_ids = keywords.get("position_ids", second)
-        if given is None:
-            refuse_documents_without_plan(position_ids, attention.cp_group)
-            return None
         params = given
         if not isinstance(params, PlannedBatchParams):
             params = attention.packed.planned(params, attention.cp_group)

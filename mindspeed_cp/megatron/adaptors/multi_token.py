@@ -61,7 +61,7 @@ class PlannedRolls:
         """Return the rows `shift` tokens later in the same document, 0 where it has none.
 
         Args:
-            tensor: [..., b, s], rows of this rank; rows of padding stay as they are, and so does a padding mask.
+            tensor: [..., 1, t], rows of this rank; rows of padding stay as they are, and so does a padding mask.
             shift: number of tokens.
             given: the micro-batch's packed_seq_params.
 
@@ -70,21 +70,20 @@ class PlannedRolls:
         """
         if tensor.dtype is torch.bool:  # a padding mask, under sequence parallelism of this rank's share
             return tensor
-        params = self._params(tensor, given)
-        length, padded = params.linear_length, params.linear_length + params.linear_padding
-        if tensor.dim() < 2 or list(tensor.shape[-2:]) != [params.batch_size, padded]:
+        params = self._params(given)
+        length, padded = params.linear_rows, params.linear_rows + params.linear_padding
+        if tensor.dim() < 2 or list(tensor.shape[-2:]) != [1, padded]:
             raise ConfigError(
                 f"multi-token prediction rolls a tensor of shape {list(tensor.shape)}, but rank {params.rank} of the "
-                f"plan has [{params.batch_size}, {padded}], rows of padding included; cut tokens, labels and loss_mask "
+                f"plan has [1, {padded}], rows of padding included; cut tokens, labels and loss_mask "
                 "with the same plan: planned_batch does"
             )
         assert params.plan is not None
-        rows = tensor[..., :length].flatten(-2).movedim(-1, 0)
+        rows = tensor[..., 0, :length].movedim(-1, 0)
         rolled = context_parallel_roll(
             rows, params.plan, shift, self._core.cp_group, timeout=self._core.suite.timeout_seconds
         )
-        rolled = rolled.movedim(0, -1).reshape(*tensor.shape[:-1], length)
-        return torch.cat([rolled, tensor[..., length:]], -1)
+        return torch.cat([rolled.movedim(0, -1).unsqueeze(-2), tensor[..., length:]], -1)
 
     def total(self, values: Tensor) -> Tensor:
         """Sum values over all context-parallel ranks, in at least fp32: half precision rounds counts above 256."""
@@ -93,9 +92,9 @@ class PlannedRolls:
             dist.all_reduce(total, group=self._core.cp_group)
         return total
 
-    def rows_of_documents(self, like: Tensor, given: PackedSeqParams | None) -> Tensor:
-        """Return 1.0 for rows of documents and 0.0 for rows of padding, fp32 [b, s]."""
-        return (~self._params(like, given).padding_mask(like.device)).float()
+    def rows_of_documents(self, device: torch.device, given: PackedSeqParams | None) -> Tensor:
+        """Return 1.0 for rows of documents and 0.0 for rows of padding, fp32 [1, t]."""
+        return (~self._params(given).padding_mask(device)).float()
 
     def before(self, model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Patch Megatron before the forward of a model.
@@ -120,9 +119,7 @@ class PlannedRolls:
         """Undo the patches, after the forward."""
         self._patches.close()
 
-    def _params(self, tensor: Tensor, given: PackedSeqParams | None) -> PlannedBatchParams:
-        if given is None:
-            return self._core.params_without_plan(tensor.shape[-1], tensor.shape[-2])
+    def _params(self, given: PackedSeqParams | None) -> PlannedBatchParams:
         if isinstance(given, PlannedBatchParams):
             if given.pooled:
                 raise ConfigError(
@@ -136,7 +133,7 @@ class PlannedRolls:
                     "prediction takes one; set mtp_num_layers to None, or give each trajectory as a document of its own"
                 )
             return given
-        return self._core.packed.planned(given, self._core.cp_group)
+        return self._core.plan_of(given)[0]
 
 
 @contextmanager
@@ -221,7 +218,7 @@ def _weighs_by_all_tokens(original: Callable[..., Tensor], rolls: PlannedRolls) 
         mask: Any = values.get("loss_mask")
         if values["labels"] is None and values.get("input_ids") is not None:
             tokens = values["input_ids"]
-            mask = rolls.rows_of_documents(tokens, given) if mask is None else mask
+            mask = rolls.rows_of_documents(tokens.device, given) if mask is None else mask
             values["labels"], mask = rolls.roll(tokens, 1, given), rolls.roll(mask, 1, given)
         if values["labels"] is None:
             return original(**values)

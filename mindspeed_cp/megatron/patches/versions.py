@@ -52,13 +52,6 @@ def draw_expert(config: Any, submodules: Any, groups: Any) -> None:
     MLP(config, submodules, is_expert=True, **named)
 
 
-def latent_rows(batch_size: int) -> str | None:
-    """Return why multi-latent attention cannot have so many sequences of the format "sbhd" with parameters, or None."""
-    if batch_size == 1 or not IS_0_12:
-        return None
-    return "its multi-latent attention joins the sequences of a batch that has packed_seq_params, whatever their format"
-
-
 def counted_tokens(count: Tensor) -> Tensor:
     """Return the second value of a loss function from a rank's count of tokens.
 
