@@ -85,8 +85,7 @@ def _install_chunk(chunk: nn.Module) -> int:
             HiddenMove.install(module)
             if isinstance(module, PlannedMLASelfAttention):
                 latent.append(module)
-    latent_rotaries = _replace_latent_rotaries(latent)
-    rotary = _replace_rotary(chunk)
+    rotary = _replace_latent_rotaries(latent) or _replace_rotary(chunk)
     if attentions and not attentions[0].installed:
         planner = PackedPlanner(attentions[0].packed.suite, (attention.attention for attention in attentions))
         for attention in attentions:
@@ -94,7 +93,7 @@ def _install_chunk(chunk: nn.Module) -> int:
         chunk.register_forward_pre_hook(_look_at_batch(attentions[0]), with_kwargs=True)
         give_padding_to_recomputed(chunk)
     for attention in attentions:
-        attention.use_rotary(latent_rotaries.get(id(attention), rotary))
+        attention.use_rotary(rotary)
         operator = rotation_operator(attention.config)
         if attention.rotary is not None and operator is not None:
             attention.rotary.rotary_mul = operator  # type: ignore[assignment]
@@ -132,23 +131,15 @@ def _look_at_batch(attention: PlannedAttention) -> Callable[[nn.Module, Argument
     return hook
 
 
-def _replace_latent_rotaries(layers: Sequence[PlannedMLASelfAttention]) -> dict[int, LatentRotary]:
-    """Replace the rotary modules of multi-latent attention in place; layers that rotate equally share one.
-
-    Returns:
-        The rotary modules by id of the core attention.
-    """
-    distinct: list[LatentRotary] = []
-    by_attention = {}
+def _replace_latent_rotaries(layers: Sequence[PlannedMLASelfAttention]) -> PlannedRotary | None:
+    """Replace the rotary modules of multi-latent attention, which are made of the same settings, in place by one, with
+    one cos and sin for all layers; return it, None for other models."""
+    rotary: Any = layers[0].rotary_pos_emb if layers else None
+    if layers and not isinstance(rotary, LatentRotary):
+        rotary = LatentRotary(rotary, layers[0].config.qk_pos_emb_head_dim)
     for layer in layers:
-        rotary = layer.rotary_pos_emb
-        if not isinstance(rotary, LatentRotary):
-            rotary = LatentRotary(rotary, layer.config.qk_pos_emb_head_dim)
-        rotary = next((known for known in distinct if known.is_like(rotary)), rotary)
-        distinct.append(rotary)
         layer.rotary_pos_emb = rotary
-        by_attention[id(layer.core_attention)] = rotary
-    return by_attention
+    return rotary
 
 
 def _replace_rotary(chunk: nn.Module) -> PlannedRotary | None:

@@ -178,14 +178,6 @@ class LatentRotary(PlannedRotary):
         halves = torch.cat((rotary[..., 0::2], rotary[..., 1::2]), dim=-1)
         return torch.cat((content, self.rotate_channels(halves, cos, sin), rest), dim=-1)
 
-    def is_like(self, other: LatentRotary) -> bool:
-        """Return True if both rotate equally, so that layers can share one, with its cos and sin."""
-        if self.channels != other.channels:
-            return False
-        angles, factor = self.angles(torch.arange(2))
-        other_angles, other_factor = other.angles(torch.arange(2))
-        return torch.equal(angles, other_angles) and factor == other_factor
-
 
 class MultimodalRotary(PlannedRotary):
     """PlannedRotary for position_embedding_type "mrope".
