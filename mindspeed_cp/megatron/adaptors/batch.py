@@ -161,21 +161,22 @@ def planned_batch(
             )
         wholes[name] = whole
 
+    if batch.get("position_ids") is not None:
+        wholes["position_ids"] = mrope_rows(batch["position_ids"], total)
+
     def padded(rows: Tensor) -> Tensor:
         return torch.nn.functional.pad(rows[None], (0, 0) * (rows.dim() - 1) + (0, params.linear_padding))
 
-    rows = {name: padded(whole[params.linear_tokens(whole.device)]) for name, whole in wholes.items()}
-    device = next((x.device for x in rows.values()), torch.device("cpu"))
-    if batch.get("position_ids") is None:
-        rows["position_ids"] = padded(torch.from_numpy(params.linear.positions(rank)).to(device))
-    else:
-        whole = wholes["position_ids"] = mrope_rows(batch["position_ids"], total)
-        rows["position_ids"] = (
-            padded(whole[params.linear_tokens(whole.device)]).permute(2, 0, 1).contiguous().to(device)
-        )
+    devices = [whole.device for whole in wholes.values()] or [torch.device("cpu")]
+    own = {device: torch.from_numpy(params.linear.tokens(rank)).to(device) for device in set(devices)}
+    rows = {name: padded(whole[own[whole.device]]) for name, whole in wholes.items()}
+    if "position_ids" in rows:
+        rows["position_ids"] = rows["position_ids"].permute(2, 0, 1).contiguous().to(devices[0])
         # Rows of attention are others where linear layers have a layout of their own.
-        attended = torch.from_numpy(params.layout.tokens(rank)).to(whole.device)
-        params.mrope_positions = whole[attended].T.contiguous()
+        attended = torch.from_numpy(params.layout.tokens(rank)).to(devices[-1])
+        params.mrope_positions = wholes["position_ids"][attended].T.contiguous()
+    else:
+        rows["position_ids"] = padded(torch.from_numpy(params.linear.positions(rank)).to(devices[0]))
     params.batch_digest = digest_of_batch(wholes) if batch_digest is None else batch_digest
     return rows, params
 

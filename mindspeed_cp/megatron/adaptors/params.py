@@ -58,7 +58,6 @@ class PlannedBatchParams(PackedSeqParams):
         batch_digest: number of the whole micro-batch, which every call of attention compares over the ranks of the
             plan; None: only the plans are compared.
         attention_check: compares one layer's attention with the reference; None: not in this micro-batch.
-        token_indices: result of linear_tokens, by device.
         agreement: comparison of the plans with those of other ranks; None before the first.
     """
 
@@ -71,7 +70,6 @@ class PlannedBatchParams(PackedSeqParams):
     mrope_positions: Tensor | None = field(default=None, repr=False, compare=False)
     batch_digest: int | None = None
     attention_check: AttentionCheck | None = field(default=None, repr=False, compare=False)
-    token_indices: dict[torch.device, Tensor] = field(default_factory=dict, repr=False, compare=False)
     tables: WeakKeyDictionary[Any, dict[Any, Any]] = field(default_factory=WeakKeyDictionary, repr=False, compare=False)
     agreement: CallAgreement | None = field(default=None, repr=False, compare=False)
 
@@ -113,12 +111,6 @@ class PlannedBatchParams(PackedSeqParams):
     def positions(self) -> Tensor:
         """Position of each row of attention in its document, int64 [rows]."""
         return torch.from_numpy(self.layout.positions(self.rank))
-
-    def linear_tokens(self, device: torch.device) -> Tensor:
-        """Return the number in the micro-batch of each row of linear layers, int64; copied once to each device."""
-        if device not in self.token_indices:
-            self.token_indices[device] = torch.from_numpy(self.linear.tokens(self.rank)).to(device)
-        return self.token_indices[device]
 
     def padding_mask(self, device: torch.device | str | None = None) -> Tensor:
         """Return True for rows of padding of linear layers, bool [1, linear_rows + linear_padding].
