@@ -10,9 +10,8 @@ import torch
 
 from mindspeed_cp import ConfigError
 from mindspeed_cp.megatron import install, install_model, megatron_compat, megatron_imports
-from mindspeed_cp.megatron.patches.compat import PATCHES
+from mindspeed_cp.megatron.patches.compat import PATCHES, replaced
 from mindspeed_cp.megatron.patches.imports import check_version, parse_version
-from mindspeed_cp.megatron.patches.swap import replaced
 from tests.megatron.gpt import (
     VERSION,
     Suite,

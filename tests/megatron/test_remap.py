@@ -11,7 +11,7 @@ import torch
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology, build_plan
 from mindspeed_cp.algorithms.linear_layout import LINEAR_LAYOUT_MODES, with_linear_layout
 from mindspeed_cp.megatron import planned_batch, planned_params
-from mindspeed_cp.megatron.adaptors.hidden import HiddenMove
+from mindspeed_cp.megatron.adaptors.model import HiddenMove
 from tests.megatron.gpt import Case
 from tests.megatron.models import EXPERTS
 from tests.megatron.ranks import MegatronRanks

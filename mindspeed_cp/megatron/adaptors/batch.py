@@ -68,7 +68,6 @@ def planned_params(
         cu_seqlens_kv=borders,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        plan=first,
         plans=plans,
         rank=rank,
         rows_multiple=rows_multiple,
@@ -280,7 +279,7 @@ def planned_batch_from(
     2. ``position_ids`` that restart at 0 inside a row; not those of mrope.
     3. end-of-document tokens, if `eod` is given.
 
-    Without any, each row is a document. Sources on a device are copied to the host, in one copy that waits for it.
+    Without any, each row is a document. Sources on a device are copied to the host, which waits for it.
 
     Args:
         batch: tensors of the whole batch, the same on all context-parallel ranks, not yet cut: tokens (or input_ids),

@@ -313,7 +313,7 @@ class PlannedAttention(MegatronModule):
             packed_plan = params.plan_for(self.attention)
             assert packed_plan is not None  # self.packed makes one for this attention
             return params, packed_plan
-        if not isinstance(given, PlannedBatchParams) or given.plan is None:
+        if not isinstance(given, PlannedBatchParams):
             raise ConfigError(
                 f"packed_seq_params is {'a ' + type(given).__name__ if given is not None else None}, which has no "
                 "plan; valid: the parameters of mindspeed_cp.megatron.planned_batch_from or planned_batch, or "

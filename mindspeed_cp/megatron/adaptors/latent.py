@@ -22,7 +22,7 @@ from mindspeed_cp.megatron.adaptors.core_attention import PlannedAttention
 from mindspeed_cp.megatron.adaptors.rotary import UncutGroup
 from mindspeed_cp.megatron.mindspeed_compat import without_rotation
 from mindspeed_cp.megatron.patches import versions
-from mindspeed_cp.megatron.patches.swap import replaced
+from mindspeed_cp.megatron.patches.compat import replaced
 
 
 def latent_projections(layer: Any, hidden_states: Tensor, splits_positions: bool) -> tuple[Tensor, ...]:

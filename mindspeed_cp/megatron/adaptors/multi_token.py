@@ -7,10 +7,8 @@ problem                                versions    patch
 =====================================  ==========  ==========================================
 roll_tensor takes ranks to hold        0.16-       it rolls by the plan of the micro-batch,
 Megatron's zig-zag of each document                  and counts the tokens of all ranks
-full recomputation saves               0.16, 0.17  parameters stay outside of what is saved,
-packed_seq_params as a tensor                        as in 0.18
-full recomputation fails over          0.18        the layer inside gets it from
-padding_mask, which it does not know                 packed_seq_params
+full recomputation saves               0.16, 0.17  parameters stay outside of what is saved
+packed_seq_params as a tensor
 process_mtp_loss weighs losses by the  0.17-       losses are weighed by the tokens of all
 tokens of each rank                                  ranks
 =====================================  ==========  ==========================================
@@ -39,7 +37,7 @@ from mindspeed_cp import ConfigError, context_parallel_roll
 from mindspeed_cp.megatron.adaptors.core_attention import PlannedAttention
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 from mindspeed_cp.megatron.adaptors.router import give_padding
-from mindspeed_cp.megatron.patches.swap import replaced
+from mindspeed_cp.megatron.patches.compat import replaced
 
 _LABELS = 4  # position among the arguments of GPTModel.forward
 _HAS_LOSS_FUNCTION = hasattr(multi_token_prediction, "process_mtp_loss")
@@ -78,7 +76,6 @@ class PlannedRolls:
                 f"plan has [1, {padded}], rows of padding included; cut tokens, labels and loss_mask "
                 "with the same plan: planned_batch does"
             )
-        assert params.plan is not None
         rows = tensor[..., 0, :length].movedim(-1, 0)
         rolled = context_parallel_roll(
             rows, params.plan, shift, self._core.cp_group, timeout=self._core.suite.timeout_seconds
@@ -146,8 +143,9 @@ def multi_token_by_plan(rolls: PlannedRolls) -> Iterator[None]:
         for module in (multi_token_prediction, gpt_model):
             if hasattr(module, "roll_tensor"):
                 stack.enter_context(replaced(module, "roll_tensor", roll))
-        recomputes = _recomputes(MultiTokenPredictionLayer._checkpointed_forward)
-        if recomputes is not None:
+        recomputation = MultiTokenPredictionLayer._checkpointed_forward
+        if "packed_seq_params" not in signature(recomputation).parameters:
+            recomputes = _saves_tensors_alone(recomputation)
             stack.enter_context(replaced(MultiTokenPredictionLayer, "_checkpointed_forward", recomputes))
         if _HAS_LOSS_FUNCTION:
             loss = _weighs_by_all_tokens(multi_token_prediction.process_mtp_loss, rolls)
@@ -172,22 +170,6 @@ def _roll_tensor(rolls: PlannedRolls, shares: int) -> Callable[..., tuple[Tensor
         return rolled, rolls.total(rolled).clamp(min=1) / shares
 
     return roll_tensor
-
-
-def _recomputes(original: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return a function for _checkpointed_forward, or None where Megatron's own works."""
-    accepted = signature(original).parameters
-    if "packed_seq_params" not in accepted:
-        return _saves_tensors_alone(original)
-    return None if "padding_mask" in accepted else _takes_padding_mask(original)
-
-
-def _takes_padding_mask(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def _checkpointed_forward(layer: Any, padding_mask: Any = None, **arguments: Any) -> Any:
-        return original(layer, **arguments)  # the layer inside gets the rows of padding from packed_seq_params
-
-    return _checkpointed_forward
 
 
 def _saves_tensors_alone(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -36,7 +36,7 @@ class RotaryTripwire:
     rank = __getitem__ = __floordiv__ = size
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PlannedBatchParams(PackedSeqParams):
     """PackedSeqParams that carry one micro-batch's plan; Megatron hands them unchanged to every attention layer.
 
@@ -44,8 +44,7 @@ class PlannedBatchParams(PackedSeqParams):
     documents (cu_seqlens before sharding), as in Megatron.
 
     Attributes:
-        plan: plan of the rows.
-        plans: plans of the same rows, one for each different attention of the layers; `plan` is the first.
+        plans: plans of the rows, one for each different attention of the layers.
         rank: context-parallel rank of the rows; of a pooled plan, the rank in the pool.
         pooled: the plan is over the pool: the context-parallel ranks of all data-parallel replicas, replica by replica,
             which all hold a part of the same micro-batch.
@@ -61,9 +60,8 @@ class PlannedBatchParams(PackedSeqParams):
         agreement: comparison of the plans with those of other ranks; None before the first.
     """
 
-    plan: Plan | None = None
-    plans: tuple[Plan, ...] = ()
-    rank: int = 0
+    plans: tuple[Plan, ...]
+    rank: int
     pooled: bool = False
     rows_multiple: int = 1
     dropout_seed: int | None = None
@@ -74,15 +72,18 @@ class PlannedBatchParams(PackedSeqParams):
     agreement: CallAgreement | None = field(default=None, repr=False, compare=False)
 
     @property
+    def plan(self) -> Plan:
+        """The first plan."""
+        return self.plans[0]
+
+    @property
     def layout(self) -> Layout:
         """What attention layers hold, between their projections of q, k and v and that of the output."""
-        assert self.plan is not None
         return self.plan.layout
 
     @property
     def linear(self) -> Layout:
         """What all else of the model holds: the batch's tokens, embeddings, linear layers, labels."""
-        assert self.plan is not None
         return self.plan.batch_layout
 
     @property

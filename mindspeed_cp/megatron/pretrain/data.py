@@ -253,7 +253,9 @@ def pooled_batch(
     if group.size() == 1:
         return None
     documents = documents_of_batch(whole, token_shape(whole), None)
-    lengths, digests = _gather_lengths(documents, digest, group)
+    gathered: list[Any] = [None] * group.size()
+    dist.all_gather_object(gathered, (documents.lengths, digest), group=group)
+    lengths, digests = zip(*gathered, strict=True)
     attentions = layer_attentions(config)
     model = PoolModel(
         replica=suite.topology,
@@ -266,13 +268,10 @@ def pooled_batch(
     ends, tokens = np.cumsum([len(own) for own in lengths]), np.concatenate(lengths)
     replicas = [[np.arange(end - len(own), end)] for own, end in zip(lengths, ends, strict=True)]
     replicas.sort(key=lambda rows: -int((tokens[rows[0]] ** 2).sum()))  # the one that may be the slowest first
-
-    def choose() -> bool:
-        return bool(model.choose(tokens, replicas, [np.arange(len(tokens))]).pooled)
-
-    if not _all_agree(choose()):
+    if not _all_agree(bool(model.choose(tokens, replicas, [np.arange(len(tokens))]).pooled)):
         return None
-    rows = {name: _gather_rows(whole[name], group) for name in CONTENTS}
+    own = {name: whole[name].to(_device(group)).contiguous() for name in CONTENTS}
+    rows = {name: _gathered(x, group).flatten(0, 1) for name, x in own.items()}  # equally many of each replica
     borders = Documents(tokens).offsets.astype(np.int32)
     return {**rows, "cu_seqlens": torch.from_numpy(borders)}, zlib.crc32(np.array(digests, np.int64).tobytes())
 
@@ -282,7 +281,8 @@ def _all_agree(is_pooled: bool) -> bool:
     and a rank that chose otherwise would leave the others waiting for its rows."""
     chosen = torch.tensor([int(is_pooled)])
     for group in (_pool_group(), parallel_state.get_tensor_model_parallel_group()):
-        chosen = _gathered(chosen.to(_device(group)), group).amin(0)
+        chosen = chosen.to(_device(group))
+        dist.all_reduce(chosen, dist.ReduceOp.MIN, group=group)
     return bool(chosen.item())
 
 
@@ -291,21 +291,6 @@ def _device(group: dist.ProcessGroup) -> torch.device:
     return (
         torch.device("cpu") if dist.get_backend(group) == "gloo" else torch.device("cuda", torch.cuda.current_device())
     )
-
-
-def _gather_lengths(documents: Documents, digest: int, group: dist.ProcessGroup) -> tuple[list[np.ndarray], list[int]]:
-    """Return the lengths of the documents of each replica, int64 [documents], and their digests."""
-    device = _device(group)
-    sizes = _gathered(torch.tensor([len(documents), digest], device=device), group).tolist()
-    own = torch.zeros(max(count for count, _ in sizes), dtype=torch.int64)
-    own[: len(documents)] = torch.from_numpy(documents.lengths)
-    table = _gathered(own.to(device), group).cpu().numpy()
-    return [row[:count] for row, (count, _) in zip(table, sizes, strict=True)], [value for _, value in sizes]
-
-
-def _gather_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the rows of all replicas, [replicas * rows, tokens]; Megatron deals all replicas equally many."""
-    return _gathered(rows.to(_device(group)).contiguous(), group).flatten(0, 1)
 
 
 def _gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:

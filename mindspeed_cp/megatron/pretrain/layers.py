@@ -26,7 +26,7 @@ from mindspeed_cp.megatron.adaptors.attentions import launch_settings
 from mindspeed_cp.megatron.adaptors.core_attention import PlannedAttention
 from mindspeed_cp.megatron.adaptors.model import install_model
 from mindspeed_cp.megatron.adaptors.spec import install, local_mtp_spec, local_spec, stage_arguments
-from mindspeed_cp.megatron.patches.swap import replaced
+from mindspeed_cp.megatron.patches.compat import replaced
 from mindspeed_cp.megatron.pretrain.options import suite_of
 
 _virtual_stage: ContextVar[int | None] = ContextVar("virtual pipeline stage of the model that is built", default=None)
