@@ -154,17 +154,15 @@ def check_deterministic(backend: str) -> None:
 
 def _check_layers(config: TransformerConfig, suite: SuiteSettings) -> None:
     """Raise ConfigError if layers attend differently and the algorithm places documents by how they do."""
-    hierarchical = suite.algorithm == "hierarchical"
-    if (hierarchical or suite.options.get("layout") == "balanced") and len(set(layer_attentions(config, 1, 0))) > 1:
-        key, value, other = (
-            ("algorithm", "hierarchical", "algorithm 'direct'")
-            if hierarchical
-            else ("layout", "balanced", "layout 'zigzag'")
-        )
+    key, other = "layout 'balanced'", "layout 'zigzag'"
+    if suite.algorithm == "hierarchical":
+        key, other = "algorithm 'hierarchical'", "algorithm 'direct'"
+    elif suite.options.get("layout") != "balanced":
+        return
+    if len(set(layer_attentions(config, 1, 0))) > 1:
         raise ConfigError(
-            f"window_attn_skip_freq is {config.window_attn_skip_freq!r}; valid with context_parallel_suite.{key} "
-            f"{value!r}: None, since documents are placed by the work of a layer, and all layers hold the same rows; "
-            f"or use {other}"
+            f"window_attn_skip_freq is {config.window_attn_skip_freq!r}; valid with context_parallel_suite.{key}: None, "
+            f"since documents are placed by the work of a layer, and all layers hold the same rows; or use {other}"
         )
 
 
