@@ -151,14 +151,6 @@ class PlannedAttention(MegatronModule):
             return self.cp_group
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
-    def check_installed(self) -> None:
-        """Raise ConfigError if install_model was not called."""
-        if not self.installed:
-            raise ConfigError(
-                "this model was built with planned attention, but its positions are not set up; call "
-                "mindspeed_cp.megatron.install_model(model) once after building the model"
-            )
-
     def forward(
         self,
         query: Tensor,
@@ -285,7 +277,6 @@ class PlannedAttention(MegatronModule):
         return params.dropout_seed, self.number_in_model
 
     def _refuse(self, mask: Tensor | None, mask_type: AttnMaskType | None, bias: Tensor | None) -> None:
-        self.check_installed()
         if mask is not None:
             raise ConfigError(
                 f"attention_mask is a tensor of shape {list(mask.shape)}; valid: None, since the plan's documents say "
@@ -308,6 +299,11 @@ class PlannedAttention(MegatronModule):
         Args:
             given: as for :meth:`forward`.
         """
+        if not self.installed:
+            raise ConfigError(
+                "this model was built with planned attention, but its positions are not set up; call "
+                "mindspeed_cp.megatron.install_model(model) once after building the model"
+            )
         if isinstance(given, PackedSeqParams) and not isinstance(given, PlannedBatchParams):
             params = self.packed.planned(given, self.cp_group)
             packed_plan = params.plan_for(self.attention)

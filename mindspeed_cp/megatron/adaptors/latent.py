@@ -142,14 +142,13 @@ class PlannedMLASelfAttention(MLASelfAttention):
     ) -> tuple[Any, ...]:
         """Return query and key, not yet rotated, value, and the other results of Megatron.
 
-        Shapes are [t, heads, dim]. Where the plan lets latents travel, key is the one
-        head of channels that all heads share, and value the latent.
+        Shapes are [t, heads, dim]. Where the plan lets latents travel, key is the one head of channels that all heads
+        share, and value the latent.
 
         Raises:
             ConfigError: install_model was not called, Megatron generates, or latents travel and the up-projection is
                 of a kind that cannot be applied to them by readers.
         """
-        self.core_attention.check_installed()
         if inference_context is not None or others.get("inference_params") is not None:
             raise ConfigError(
                 "planned attention trains and evaluates only; generate with a model built from the original spec"

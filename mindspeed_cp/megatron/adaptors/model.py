@@ -39,11 +39,11 @@ def install_model(model: ModelT) -> ModelT:
     layers have their own layout; call it once for every model built from an installed spec.
 
     Replaces the model's ``rotary_pos_emb`` by :class:`PlannedRotary` in place, tells every PlannedAttention about it,
-    and puts hooks around every self attention (:class:`HiddenMove`) and before
-    the model, where plain PackedSeqParams get their plans, and the plans of a micro-batch begin to be compared over the
-    ranks. The token counts of the loss function are compared before Megatron divides by them. Multi-token prediction
-    takes tokens, labels and loss masks of later positions by the plan; Megatron's functions are patched for that during
-    the forward alone. Models with learned positions or none need the call too. A second call changes nothing.
+    and puts hooks around every self attention (:class:`HiddenMove`) and before the model, where plain PackedSeqParams
+    get their plans, and the plans of a micro-batch begin to be compared over the ranks. The token counts of the loss
+    function are compared before Megatron divides by them. Multi-token prediction takes tokens, labels and loss masks of
+    later positions by the plan; Megatron's functions are patched for that during the forward alone. Models with learned
+    positions or none need the call too. A second call changes nothing.
 
     Args:
         model: a GPTModel, bare or wrapped (DDP, Float16Module), or a list of them (virtual pipeline stages).

@@ -159,10 +159,10 @@ class PlannedBatchParams(PackedSeqParams):
         """
         if x.dim() != 3 or len(x) != self.rows + self.padding:
             raise ConfigError(
-                f"{name} has shape {list(x.shape)}, but rank {self.rank} of the plan, of {self.layout.documents.tokens} "
-                f"tokens in all, has [{self.rows + self.padding}, heads, dim], {self.padding} rows of padding included; "
-                "slice the batch with the same plan, rank and options as its parameters: planned_batch does both; let "
-                "the last sequence of cu_seqlens end with the row"
+                f"{name} has shape {list(x.shape)}, but rank {self.rank} of the plan of {self.layout.documents.tokens} "
+                f"tokens has [{self.rows + self.padding}, heads, dim], {self.padding} rows of padding included; slice "
+                "the batch with the same plan, rank and options as its parameters: planned_batch does both; or let the "
+                "last sequence of cu_seqlens end with the row"
             )
         return x[: self.rows]
 

@@ -161,8 +161,9 @@ def _check_layers(config: TransformerConfig, suite: SuiteSettings) -> None:
         return
     if len(set(layer_attentions(config, 1, 0))) > 1:
         raise ConfigError(
-            f"window_attn_skip_freq is {config.window_attn_skip_freq!r}; valid with context_parallel_suite.{key}: None, "
-            f"since documents are placed by the work of a layer, and all layers hold the same rows; or use {other}"
+            f"window_attn_skip_freq is {config.window_attn_skip_freq!r}; valid with context_parallel_suite.{key}: "
+            "None, since documents are placed by the work of a layer, and all layers hold the same rows; or use "
+            f"{other}"
         )
 
 

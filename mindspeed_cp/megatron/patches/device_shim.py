@@ -158,9 +158,10 @@ def megatron_on_cpu() -> Iterator[None]:
 
 @contextmanager
 def megatron_on_npu(device: torch.device) -> Iterator[None]:
-    """Run what Megatron-core asks of CUDA on an NPU, as :func:`megatron_on_cpu` does on the CPU: functions of torch.cuda
-    are those of torch.npu. Programs that use ``torch_npu.contrib.transfer_to_npu``, which does the same for the whole
-    process and for good, do not need it.
+    """Run what Megatron-core asks of CUDA on an NPU, as :func:`megatron_on_cpu` does on the CPU.
+
+    Functions of torch.cuda are those of torch.npu. Programs that use ``torch_npu.contrib.transfer_to_npu``, which does
+    the same for the whole process and for good, do not need it.
 
     Args:
         device: "npu" with its number; torch_npu is imported, and the device set.

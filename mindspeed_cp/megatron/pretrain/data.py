@@ -1,13 +1,13 @@
 """Micro-batches of Megatron's own scripts: whole rows from the data iterator, planned and cut for this rank.
 
-``--cp-plan-pool``: every replica reads its own rows, as Megatron deals them. Ranks with the same context-parallel number
-gather them, with the lengths of their documents, so that every rank of the pool has the whole micro-batch of all
+``--cp-plan-pool``: every replica reads its own rows, as Megatron deals them. Ranks with the same context-parallel
+number gather them, with the lengths of their documents, so that every rank of the pool has the whole micro-batch of all
 replicas and makes the same choice. Megatron sums gradients and tokens over the same ranks either way.
 
 ``--cp-plan-check-attention``: every N iterations, one layer of the first micro-batch is watched
-(:mod:`mindspeed_cp.engine.attention_check`). It is compared when the next micro-batch begins: before the weights change,
-if the iteration has several. The output is compared, and the gradient of q if the backward has run by then, as it has
-without pipeline stages.
+(:mod:`mindspeed_cp.engine.attention_check`). It is compared when the next micro-batch begins: before the weights
+change, if the iteration has several. The output is compared, and the gradient of q if the backward has run by then, as
+it has without pipeline stages.
 """
 
 from __future__ import annotations

@@ -159,8 +159,8 @@ def transformer_config_of(args: Any) -> TransformerConfig:
 
 
 def print_banner(models: Sequence[nn.Module], args: Namespace, suite: SuiteSettings) -> None:
-    """Print, on the first rank of all, the algorithm, the attention of the layers of the first pipeline stage, and where
-    documents end; then the command that models this launch.
+    """Print on the first rank the algorithm, the attention of the first pipeline stage's layers, and where documents
+    end; then the command that models this launch.
 
     Args:
         models: the model of the first pipeline stage, or its virtual stages.
