@@ -133,17 +133,12 @@ def _shared_in_tensor_parallel_group(data_iterator: Any, vocabulary: int | None)
         return batch, digest
     device = torch.cuda.current_device()
     source = parallel_state.get_tensor_model_parallel_src_rank()
-    names = ("tokens", *END_TENSORS)
-    given = [size for name in names for size in (batch[name].shape if name in batch else (0, 0))]
-    numbers = torch.tensor([digest, *given], dtype=torch.int64, device=device)
-    dist.broadcast(numbers, source, group=group)
-    digest, rows, length, *ends = numbers.tolist()
-    shapes = {name: ((rows, length), dtype) for name, dtype in TOKEN_TENSORS.items()}
-    for name, (end_rows, count) in zip(END_TENSORS, (ends[:2], ends[2:]), strict=True):
-        if count:
-            shapes[name] = (end_rows, count), torch.int32
+    described: list[Any] = [(digest, {name: value.shape for name, value in batch.items()}) if first else None]
+    dist.broadcast_object_list(described, source, group=group)
+    digest, shapes = described[0]
     shared = {}
-    for name, (shape, dtype) in shapes.items():
+    for name, shape in shapes.items():
+        dtype = TOKEN_TENSORS.get(name, torch.int32)
         value = batch[name].to(device=device, dtype=dtype) if first else torch.empty(shape, dtype=dtype, device=device)
         dist.broadcast(value.contiguous(), source, group=group)
         shared[name] = value

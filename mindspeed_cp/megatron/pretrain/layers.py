@@ -32,16 +32,6 @@ from mindspeed_cp.megatron.pretrain.options import suite_of
 _virtual_stage: ContextVar[int | None] = ContextVar("virtual pipeline stage of the model that is built", default=None)
 
 
-@contextmanager
-def building_virtual_stage(stage: int | None) -> Iterator[None]:
-    """Let :class:`PlannedLayers` give the layers of this virtual pipeline stage inside this block."""
-    token = _virtual_stage.set(stage)
-    try:
-        yield
-    finally:
-        _virtual_stage.reset(token)
-
-
 class PlannedLayers(TransformerBlockSubmodules):
     """Layers of the model that Megatron's arguments describe, with planned attention, built when Megatron reads them.
 
@@ -232,16 +222,19 @@ def wrap_model_provider(model_provider: Callable[..., ModelT]) -> Callable[..., 
             arguments.spec = list(SPEC)
         if arguments.pipeline_model_parallel_size > 1:
             arguments.variable_seq_lengths = True
-        with building_virtual_stage(kwargs.get("vp_stage")), _builder_of_later_layers(arguments):
-            try:
+        stage = _virtual_stage.set(kwargs.get("vp_stage"))
+        try:
+            with _builder_of_later_layers(arguments):
                 model = model_provider(*args, **kwargs)
-            except AssertionError as error:
-                if "Context parallelism is only supported by" not in str(error):
-                    raise
-                raise ConfigError(
-                    f"the layers have Megatron's core attention ({error}); valid: planned attention in every layer: "
-                    f"--spec {' '.join(SPEC)}, or install(spec, suite_of(args)) where the script makes its own spec"
-                ) from None
+        except AssertionError as error:
+            if "Context parallelism is only supported by" not in str(error):
+                raise
+            raise ConfigError(
+                f"the layers have Megatron's core attention ({error}); valid: planned attention in every layer: "
+                f"--spec {' '.join(SPEC)}, or install(spec, suite_of(args)) where the script makes its own spec"
+            ) from None
+        finally:
+            _virtual_stage.reset(stage)
         install_model(model)
         built.append(model)
         if len(built) == (getattr(arguments, "virtual_pipeline_model_parallel_size", None) or 1):
