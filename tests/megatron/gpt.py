@@ -74,8 +74,6 @@ class Case:
 
     Attributes:
         batches: documents' lengths of each micro-batch, assigned to data-parallel ranks in turn.
-        qkv_format: "thd" or "sbhd" (one sequence for each document, all equally long).
-        carried: whether packed_seq_params are passed.
         masked: fraction of tokens, from the start of the batch, whose loss does not count.
         optimizer: "float32" or "distributed" to take steps; None to stop at the gradients.
         steps: how many times the batches are trained on.
@@ -89,8 +87,6 @@ class Case:
     """
 
     batches: tuple[tuple[int, ...], ...]
-    qkv_format: str = "thd"
-    carried: bool = True
     packed: str | None = None
     masked: float = 0.0
     optimizer: str | None = None
@@ -197,8 +193,6 @@ def lacks(config: Mapping[str, Any], case: Case | None = None) -> str | None:
         return (
             f"megatron-core {VERSION} norms latents beside queries that are not compressed by Transformer Engine alone"
         )
-    if case and config.get("multi_latent_attention") and case.qkv_format == "sbhd" and len(case.batches[0]) > 1:
-        return None if versions.latent_rows(2) is None else f"megatron-core {VERSION}: {versions.latent_rows(2)}"
     return None
 
 
@@ -393,7 +387,7 @@ def forward_step(
     if case.remap is not None:
         plans = [with_linear_layout(plan, case.remap) for plan in plans]
     batch, params = planned_batch(
-        whole, plans, rank, case.qkv_format, rows_multiple=rows_multiple(config),
+        whole, plans, rank, rows_multiple=rows_multiple(config),
         dropout_seed=micro_batch_seed(1, step * len(case.batches) + index),
     )  # fmt: skip
     losses = model(
@@ -401,7 +395,7 @@ def forward_step(
         batch["position_ids"],
         None,
         labels=batch["labels"],
-        packed_seq_params=params if case.carried else None,
+        packed_seq_params=params,
         **params.padding_arguments(model),
         **({"loss_mask": batch["loss_mask"]} if config.mtp_num_layers else {}),
     )

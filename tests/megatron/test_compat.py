@@ -21,6 +21,7 @@ from tests.megatron.gpt import (
     one_rank,
     transformer_config,
 )
+from tests.megatron.packed import plain_params
 
 with megatron_imports():
     import megatron.core
@@ -75,11 +76,11 @@ def test_a_mixture_of_experts_needs_the_patch() -> None:
     with one_rank():  # which applies the patches
         config = transformer_config(**MIXTURE)
         model = install_model(build(config, install(layer_spec(config), Suite())))
-        model(tokens, tokens, None)
+        model(tokens, tokens, None, packed_seq_params=plain_params([8]))
         with replaced(moe_utils, "te_general_gemm", None):
             del moe_utils.te_general_gemm
             with pytest.raises(NameError, match="te_general_gemm"):
-                model(tokens, tokens, None)
+                model(tokens, tokens, None, packed_seq_params=plain_params([8]))
             moe_utils.te_general_gemm = None
 
 

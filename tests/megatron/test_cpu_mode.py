@@ -64,22 +64,6 @@ def test_nested_blocks_are_one() -> None:
         assert torch.ones(1, device="cuda").device.type == "cpu"
 
 
-def test_a_side_thread_is_refused() -> None:
-    errors: list[BaseException] = []
-
-    def enter() -> None:
-        try:
-            with megatron_on_cpu():
-                pass
-        except RuntimeError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=enter)
-    thread.start()
-    thread.join()
-    assert "enter it in the main thread" in str(errors[0])
-
-
 def test_recompute_repeats_dropout_and_queues_nothing() -> None:
     waiting = len(torch.cuda._queued_calls)
 

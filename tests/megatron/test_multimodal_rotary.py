@@ -66,7 +66,7 @@ def test_rotation_is_megatrons_to_the_bit(variant: str, dtype: torch.dtype, alon
             batches = [planned_batch({"position_ids": positions}, plan, rank) for rank in range(ranks)]
             parts = [rotary.rotate(plan.layout.shard(x, rank), params) for rank, (_, params) in enumerate(batches)]
             assert torch.equal(plan.layout.unshard(parts), expected)
-            rows = [batch["position_ids"][:, 0, : params.linear_length].T for batch, params in batches]
+            rows = [batch["position_ids"][:, 0, : params.linear_rows].T for batch, params in batches]
             assert torch.equal(plan.batch_layout.unshard(rows), positions.T)
 
 

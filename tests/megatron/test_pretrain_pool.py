@@ -53,7 +53,7 @@ def batch_of_rank(rank: int, group: None, path: str, pooled: bool) -> dict[str, 
             "documents": params.plan.documents.lengths.tolist(),
             "seed": params.dropout_seed,
             "tokens": params.linear.tokens(params.rank).tolist(),
-            "batch": {name: value[0, : params.linear_length].tolist() for name, value in batch.items()},
+            "batch": {name: value[0, : params.linear_rows].tolist() for name, value in batch.items()},
         }
 
 

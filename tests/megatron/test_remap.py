@@ -49,9 +49,9 @@ def test_attention_keeps_its_own_rows_when_hidden_states_move() -> None:
     for rank in range(4):
         own, moved = planned_params(plan, rank), planned_params(hidden, rank)
         assert own.positions.tolist() == moved.positions.tolist()
-        assert (own.linear_length, own.length) == (moved.length, moved.length)
-        assert moved.linear_length in (28, 29)
-    assert {planned_params(hidden, rank).length for rank in range(4)} - {28, 29}
+        assert (own.linear_rows, own.rows) == (moved.rows, moved.rows)
+        assert moved.linear_rows in (28, 29)
+    assert {planned_params(hidden, rank).rows for rank in range(4)} - {28, 29}
 
 
 def test_shares_need_rows_that_divide() -> None:
@@ -72,9 +72,7 @@ def test_batches_without_a_linear_layout_pass_the_hooks() -> None:
         assert move.after(None, (), {"packed_seq_params": params}, torch.zeros(1)) is None  # type: ignore[arg-type]
 
 
-def test_linear_layouts_refuse_sbhd_and_other_rows() -> None:
-    hidden = with_linear_layout(plan_of((90, 6, 6, 6), 4), "hidden")
-    with pytest.raises(ConfigError, match="batch_size is 2, but the plan has a linear layout of its own"):
-        planned_params(hidden, 0, "sbhd", batch_size=2)
+def test_plans_of_other_linear_layouts_are_refused() -> None:
+    hidden = with_linear_layout(plan_of(), "hidden")
     with pytest.raises(ConfigError, match="plan 1 gives ranks other tokens than plan 0"):
         planned_params([hidden, replace(hidden, linear_layout=None)], 0)

@@ -23,7 +23,6 @@ from mindspeed_cp.megatron import (
     megatron_imports,
     micro_batch_seed,
     planned_batch,
-    planned_params,
     rows_multiple,
     target_losses,
     trajectory_batch,
@@ -218,16 +217,6 @@ def test_logits_are_needed() -> None:
     packed, plan = packed_and_plan()
     batch, _ = trajectory_batch(packed, plan, 0)
     refused("call the model without labels", lambda: target_losses(batch, torch.nn.Module(), torch.zeros(1, 5)))
-
-
-def test_a_tree_in_two_rows_of_a_micro_batch_is_refused() -> None:
-    attention = attention_config(transformer_config())
-    plan = build_plan(Documents([4, 4, 8], parents=[-1, -1, 1]), Topology(1, 1), attention)
-    refused(
-        "documents that continue document 1 are in another row", lambda: planned_params(plan, 0, "sbhd", batch_size=2)
-    )
-    whole = build_plan(Documents([4, 4, 8], parents=[-1, 0, -1]), Topology(1, 1), attention)
-    planned_params(whole, 0, "sbhd", batch_size=2)
 
 
 @pytest.mark.parametrize(
