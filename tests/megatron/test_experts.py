@@ -24,10 +24,8 @@ from tests.megatron.gpt import (
 from tests.megatron.models import EXPERTS, NEEDS_PLANNED_ROUTER, SELECTIVE
 from tests.megatron.packed import plain_params
 from tests.megatron.ranks import MegatronRanks
-from tests.megatron.runs import Runs, assert_equal
-from tests.megatron.test_gpt import ODD
-
-BATCHES = (*ODD, (1, 1))  # as many for each of two replicas: expert-parallel ranks of both work together
+from tests.megatron.runs import Runs, equal_to_one_rank
+from tests.megatron.test_gpt import ODD as BATCHES  # one for each of two replicas, whose ranks share experts
 
 with megatron_imports():
     from megatron.core.transformer.moe.router import TopKRouter
@@ -62,12 +60,10 @@ def reference(ranks: MegatronRanks) -> Runs:
 def test_any_layout_equals_one_rank(layout: str, ranks: MegatronRanks, reference: Runs) -> None:
     more = {"sequence_parallel": True} if LAYOUTS[layout][0] > 1 else {}
     cases = {
-        name: replace(case, config={**case.config, **more}, optimizer=case.optimizer and "distributed")
+        name: (replace(case, config={**case.config, **more}, optimizer=case.optimizer and "distributed"), case)
         for name, case in CASES.items()
     }
-    for outcomes in Runs(ranks, cases).on(LAYOUTS[layout]):
-        for name, outcome in outcomes.items():
-            assert_equal(outcome, reference.alone(name))
+    equal_to_one_rank(ranks, LAYOUTS[layout], cases, reference)
 
 
 @NEEDS_PLANNED_ROUTER

@@ -42,7 +42,7 @@ from tests.megatron.gpt import (
 )
 from tests.megatron.models import EXPERTS, FULL, LATENT, NEEDS_PACKED, SIX_HEADS
 from tests.megatron.ranks import MegatronRanks
-from tests.megatron.runs import LAYOUTS, Runs, assert_equal, equal_to_one_rank
+from tests.megatron.runs import LAYOUTS, Runs, assert_equal, equal_to_one_rank, on_layouts
 from tests.megatron.test_gpt import DROPOUT, ROPE
 
 with megatron_imports():
@@ -136,8 +136,11 @@ TREES_ONLY = {
 CASES = available({**ALL_CASES, **TREES_ONLY})
 
 
-#: Experts under tensor parallelism need sequence parallelism.
-NAMES_OF_LAYOUTS = {"cp3": (), "tp2 x cp2": tuple(name for name in CASES if name != "experts")}
+#: Cases by default: on tensor-parallel ranks what these split or share.
+DEFAULT = {
+    "cp3": tuple(CASES),
+    "tp2 x cp2": ("ring", "ALiBi", "latent", "learned sinks, full recompute", "tied embeddings", "float32 optimizer"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -158,11 +161,11 @@ def test_trees_give_the_loss_and_gradients_of_flat_trajectories(name: str, runs:
     )
 
 
-@pytest.mark.parametrize("name", named({**ALL_CASES, **TREES_ONLY}))
-@pytest.mark.parametrize("layout", NAMES_OF_LAYOUTS)
-def test_any_layout_equals_one_rank(layout: str, name: str, runs: Runs) -> None:
-    if name in (NAMES_OF_LAYOUTS[layout] or CASES):
-        runs.check(name, LAYOUTS[layout], NAMES_OF_LAYOUTS[layout])
+@pytest.mark.parametrize(
+    ("layout", "name", "among"), on_layouts({**ALL_CASES, **TREES_ONLY}, DEFAULT, not_on_tensor_ranks=("experts",))
+)  # experts need sequence parallelism there
+def test_any_layout_equals_one_rank(layout: str, name: str, among: tuple[str, ...], runs: Runs) -> None:
+    runs.check(name, LAYOUTS[layout], among)
 
 
 def test_replicas_and_sequence_parallelism_equal_one_rank(ranks: MegatronRanks) -> None:
