@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
+from mindspeed_cp.algorithms.linear_layout import LINEAR_LAYOUT_MODES
 from mindspeed_cp.megatron import install, install_model, megatron_imports, planned_params
 from mindspeed_cp.megatron.adaptors import params as params_module
 from tests.megatron.gpt import (
     Case,
     Suite,
+    available,
     build,
     data,
     experts_of,
@@ -25,12 +27,13 @@ from tests.megatron.models import EXPERTS, NEEDS_PLANNED_ROUTER, SELECTIVE
 from tests.megatron.packed import plain_params
 from tests.megatron.ranks import MegatronRanks
 from tests.megatron.runs import Runs, equal_to_one_rank
+from tests.megatron.test_gpt import BALANCED, LONG, TWO
 from tests.megatron.test_gpt import ODD as BATCHES  # one for each of two replicas, whose ranks share experts
 
 with megatron_imports():
     from megatron.core.transformer.moe.router import TopKRouter
 
-CASES = {
+ALL_CASES = {
     "both losses": Case(BATCHES, config=EXPERTS),
     "loss of sequences": Case(
         BATCHES, config={**EXPERTS, "moe_router_load_balancing_type": "seq_aux_loss", "moe_layer_freq": [0, 1]}
@@ -38,7 +41,12 @@ CASES = {
     "selective recompute": Case(BATCHES, config={**EXPERTS, **SELECTIVE}),
     "no losses of the router": Case(BATCHES, config={**EXPERTS, "moe_router_load_balancing_type": "none"}),
     "steps": Case(BATCHES, optimizer="float32", steps=3, config=EXPERTS),
+    **{
+        f"{mode} moves": Case((LONG, (1, 2, 1)), **BALANCED, remap=mode, config=EXPERTS) for mode in LINEAR_LAYOUT_MODES
+    },
+    "later tokens": Case(BATCHES, config={**TWO, **EXPERTS}),
 }
+CASES = available(ALL_CASES)
 LAYOUTS = {  # tensor, context, expert parallel, ranks
     "cp3": (1, 3, 1, 3),
     "cp4 ep4": (1, 4, 4, 4),

@@ -45,7 +45,7 @@ from tests.megatron.test_gpt import MORE, RAGGED
 
 with megatron_imports():
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-    from megatron.core.transformer.attention import Attention
+    from megatron.core.transformer.attention import Attention, SelfAttention
     from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.core.transformer.transformer_config import MLATransformerConfig
     from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -143,24 +143,10 @@ def test_everything_is_undone_after_the_double() -> None:
     assert Attention.__init__ is before and "mindspeed" not in sys.modules
 
 
-#: Flags that replace what planned attention needs -> words of the refusal.
-REPLACING = {
-    "--reset-attention-mask": r"Attention\.forward is replaced by mindspeed\.core\.\S+; .*leave out --reset-attention-mask "
-    r"\(pass --reset-position-ids --cp-plan-documents\)",
-    "--unaligned-linear": r"Attention\.__init__ is replaced by mindspeed\.core\.transformer\.attention; .*--unaligned-linear",
-    "--tp-2d": r"SelfAttention\.__init__ is replaced by mindspeed\.core\.tensor_parallel\S+; .*leave out --tp-2d",
-}
-
-
-@pytest.mark.parametrize("flag", REPLACING)
-def test_install_refuses_what_mindspeed_replaced(flag: str, alone: None) -> None:
-    spec = layer_spec(transformer_config())
-    with beside_mindspeed("--context-parallel-size", "2", flag), pytest.raises(ConfigError, match=REPLACING[flag]):
-        install(spec, Suite())
-
-
 LLM = "mindspeed_llm.core.context_parallel.adaptor"
 ROTARY = "mindspeed_llm.core.models.common.embeddings.rotary_pos_embedding"
+CORE = "mindspeed.core"
+REARRANGED = "mindspeed.features_manager.transformer.module_rearrange.mcore_model_rearrange"
 
 
 def wrapped_in(module: str, function: Any) -> Any:
@@ -168,6 +154,33 @@ def wrapped_in(module: str, function: Any) -> Any:
     names: dict[str, Any] = {"__name__": module, "wraps": wraps, "function": function}
     exec("@wraps(function)\ndef wrapper(*args, **kwargs):\n    return function(*args, **kwargs)\n", names)
     return names["wrapper"]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "modules", "words"),
+    [
+        (Attention, "forward", [f"{CORE}.transformer.flash_attention.reset_attention_mask.adaptor"],
+         r"Attention\.forward is replaced by mindspeed\.core\.\S+; .*leave out --reset-attention-mask "
+         r"\(pass --reset-position-ids --cp-plan-documents\)"),
+        (Attention, "__init__", [f"{CORE}.transformer.attention"],
+         r"Attention\.__init__ is replaced by mindspeed\.core\.transformer\.attention; .*--unaligned-linear"),
+        (SelfAttention, "__init__", [f"{CORE}.tensor_parallel.tp_2d", REARRANGED],
+         r"SelfAttention\.__init__ is replaced by mindspeed\.core\.tensor_parallel\S+; .*leave out --tp-2d"),
+    ],
+    ids=["--reset-attention-mask", "--unaligned-linear", "--tp-2d"],
+)  # fmt: skip
+def test_what_mindspeed_replaced_is_refused(
+    owner: Any, name: str, modules: list[str], words: str, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under wrappers that change nothing, too, and by a model that was built before."""
+    model = build(transformer_config(), install(layer_spec(transformer_config()), Suite()))
+    with beside_mindspeed(), monkeypatch.context() as patch:
+        for module in modules:
+            patch.setattr(owner, name, wrapped_in(module, getattr(owner, name)))
+        with pytest.raises(ConfigError, match=words):
+            install(layer_spec(transformer_config()), Suite())
+        with pytest.raises(ConfigError, match=words):
+            install_model(model)
 
 
 def test_what_only_mindspeed_llm_replaces_is_refused_with_its_name(
@@ -182,12 +195,6 @@ def test_what_only_mindspeed_llm_replaces_is_refused_with_its_name(
         with pytest.raises(ConfigError, match=rf"{ROTARY}, whatever the flags.*in place of mindspeed_llm's adaptor"):
             install(spec, Suite())
         monkeypatch.undo()
-
-
-def test_a_model_built_before_mindspeed_is_refused_after_it(alone: None) -> None:
-    model = build(transformer_config(), install(layer_spec(transformer_config()), Suite()))
-    with beside_mindspeed("--reset-attention-mask"), pytest.raises(ConfigError, match="is replaced by mindspeed"):
-        install_model(model)
 
 
 @pytest.mark.parametrize(

@@ -34,11 +34,11 @@ from tests.megatron.gpt import (
     planned,
     transformer_config,
 )
-from tests.megatron.models import EXPERTS, HAS_PLANNED_ROUTER, NEEDS_PACKED
+from tests.megatron.models import NEEDS_PACKED
 from tests.megatron.oracle import plain
 from tests.megatron.packed import plain_params
 from tests.megatron.ranks import MegatronRanks
-from tests.megatron.runs import Runs, assert_equal, equal_to_one_rank
+from tests.megatron.runs import Runs, assert_equal
 from tests.megatron.test_gpt import LATER_CASES, MORE, RAGGED, TWO
 
 with megatron_imports():
@@ -52,15 +52,6 @@ TAKES_TOKENS = HAS_LOSS_FUNCTION and "input_ids" in signature(multi_token_predic
 @pytest.fixture(scope="module")
 def runs(ranks: MegatronRanks) -> Runs:
     return Runs(ranks, available(LATER_CASES))
-
-
-@NEEDS_PACKED
-@pytest.mark.skipif(not HAS_PLANNED_ROUTER, reason="Megatron-core 0.12 has no place for a router in the spec")
-def test_routers_of_later_layers_count_no_padding(ranks: MegatronRanks) -> None:
-    """Under sequence parallelism ranks get rows of padding."""
-    case = Case((RAGGED, (1, 2, 1)), config={**TWO, **EXPERTS})
-    shared = replace(case, config={**case.config, "sequence_parallel": True})
-    equal_to_one_rank(ranks, (2, 2), {"experts": (shared, case)})
 
 
 @NEEDS_PACKED
@@ -128,15 +119,12 @@ def batch_of(config: Any) -> tuple[dict[str, torch.Tensor], Any]:
 
 @NEEDS_PACKED
 def test_megatron_is_patched_during_the_forward_alone(alone: None) -> None:
-    before = (multi_token_prediction.roll_tensor, vars(gpt_model).get("roll_tensor"),
-              multi_token_prediction.MultiTokenPredictionLayer._checkpointed_forward,
-              multi_token_prediction.MTPLossLoggingHelper, vars(gpt_model).get("process_mtp_loss"))  # fmt: skip
-
     def now() -> tuple[Any, ...]:
         return (multi_token_prediction.roll_tensor, vars(gpt_model).get("roll_tensor"),
                 multi_token_prediction.MultiTokenPredictionLayer._checkpointed_forward,
                 multi_token_prediction.MTPLossLoggingHelper, vars(gpt_model).get("process_mtp_loss"))  # fmt: skip
 
+    before = now()
     model, config = built()
     batch, params = batch_of(config)
     assert install_model(model) is model

@@ -1,4 +1,4 @@
-"""Linear layers on an equal-token layout: batches, hooks, refusals, experts (losses of other models: test_gpt.py)."""
+"""Linear layers on an equal-token layout: batches, hooks, refusals (losses: test_gpt.py, test_experts.py)."""
 
 from __future__ import annotations
 
@@ -12,18 +12,7 @@ from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology
 from mindspeed_cp.algorithms.linear_layout import LINEAR_LAYOUT_MODES, with_linear_layout
 from mindspeed_cp.megatron import planned_batch, planned_params
 from mindspeed_cp.megatron.adaptors.model import HiddenMove
-from tests.megatron.gpt import Case
-from tests.megatron.models import EXPERTS
-from tests.megatron.ranks import MegatronRanks
-from tests.megatron.runs import equal_to_one_rank
-from tests.megatron.test_gpt import BALANCED, LONG, MORE
-
-
-@pytest.mark.parametrize("mode", LINEAR_LAYOUT_MODES)
-def test_experts_count_the_tokens_of_the_linear_layout(mode: str, ranks: MegatronRanks) -> None:
-    plain = Case((LONG, MORE, (1, 2, 1)), **BALANCED, config=EXPERTS)
-    case = replace(plain, remap=mode, config={**EXPERTS, "sequence_parallel": True})
-    equal_to_one_rank(ranks, (2, 2, 2), {"experts": (case, plain)})
+from tests.megatron.test_gpt import LONG
 
 
 def plan_of(lengths: tuple[int, ...] = LONG, ranks: int = 4) -> Plan:
