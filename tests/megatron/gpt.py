@@ -24,6 +24,7 @@ from mindspeed_cp import Documents, Topology, build_plan
 from mindspeed_cp.algorithms.linear_layout import with_linear_layout
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.megatron import (
+    PlannedBatchParams,
     install,
     install_model,
     layer_attentions,
@@ -368,35 +369,29 @@ def forward_step(
     index = next(batches)
     documents, whole = data(case, index)
     cp, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
-    if case.packed is not None:
-        lengths, seed = documents.lengths.tolist(), micro_batch_seed(1, step * len(case.batches) + index)
-        batch, given = (
-            plan_whole(whole, lengths, config, Suite(context_parallel_size=cp, algorithm=case.algorithm), seed)
-            if case.packed == "whole"
-            else cut_batch(whole, lengths, case.packed, cp, rank)
+    seed = micro_batch_seed(1, step * len(case.batches) + index)
+    if case.packed == "whole":
+        suite = Suite(context_parallel_size=cp, algorithm=case.algorithm)
+        batch, params = plan_whole(whole, documents.lengths.tolist(), config, suite, seed)
+    elif case.packed is not None:
+        batch, params = cut_batch(whole, documents.lengths.tolist(), case.packed, cp, rank)
+    else:
+        plans = [
+            build_plan(documents, Topology(1, cp), attention, case.algorithm, **case.options)
+            for attention in dict.fromkeys(layer_attentions(config, alibi=case.alibi))
+        ]
+        if case.remap is not None:
+            plans = [with_linear_layout(plan, case.remap) for plan in plans]
+        batch, params = planned_batch(
+            whole, plans, rank, rows_multiple=rows_multiple(config), dropout_seed=seed
         )
-        named = {"loss_mask": batch["loss_mask"]} if config.mtp_num_layers else {}
-        losses = model(
-            batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=given, **named
-        )
-        return losses, partial(loss_function, batch["loss_mask"])
-    plans = [
-        build_plan(documents, Topology(1, cp), attention, case.algorithm, **case.options)
-        for attention in dict.fromkeys(layer_attentions(config, alibi=case.alibi))
-    ]
-    if case.remap is not None:
-        plans = [with_linear_layout(plan, case.remap) for plan in plans]
-    batch, params = planned_batch(
-        whole, plans, rank, rows_multiple=rows_multiple(config),
-        dropout_seed=micro_batch_seed(1, step * len(case.batches) + index),
-    )  # fmt: skip
     losses = model(
         batch["tokens"],
         batch["position_ids"],
         None,
         labels=batch["labels"],
         packed_seq_params=params,
-        **params.padding_arguments(model),
+        **(params.padding_arguments(model) if isinstance(params, PlannedBatchParams) else {}),
         **({"loss_mask": batch["loss_mask"]} if config.mtp_num_layers else {}),
     )
     return losses, partial(loss_function, batch["loss_mask"])

@@ -79,13 +79,6 @@ def test_recompute_repeats_dropout_and_queues_nothing() -> None:
     assert len(torch.cuda._queued_calls) == waiting
 
 
-def test_no_function_mode_stands_around_torch_calls() -> None:
-    """A mode would run Python around every operator of a step."""
-    with megatron_on_cpu():
-        assert torch._C._len_torch_function_stack() == 0
-        assert torch.add is torch._C._VariableFunctions.add and torch.Tensor.add is torch._C.TensorBase.add
-
-
 def test_what_makes_tensors_takes_a_cuda_device_in_every_thread() -> None:
     """Autograd's own threads, and those of a user, have no function mode of the main thread."""
     devices: list[str] = []

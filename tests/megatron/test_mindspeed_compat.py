@@ -135,14 +135,6 @@ def test_routers_of_layers_that_it_recomputes_count_no_padding(ranks: MegatronRa
         assert calls["recomputation"] == 4
 
 
-def test_everything_is_undone_after_the_double() -> None:
-    before = Attention.__init__
-    with beside_mindspeed("--context-parallel-size", "2"):
-        assert Attention.__init__ is not before
-        assert replaced_by("megatron.core.transformer.attention.Attention.__init__")
-    assert Attention.__init__ is before and "mindspeed" not in sys.modules
-
-
 LLM = "mindspeed_llm.core.context_parallel.adaptor"
 ROTARY = "mindspeed_llm.core.models.common.embeddings.rotary_pos_embedding"
 CORE = "mindspeed.core"
@@ -295,11 +287,6 @@ def test_a_layers_forward_without_the_padding_mask_is_refused(monkeypatch: pytes
             return
         with pytest.raises(ConfigError, match=r"recompute_norm is True; valid.*no padding_mask.*modules layernorm"):
             check_arguments(given)
-
-
-def test_without_mindspeed_its_flag_for_documents_is_megatrons() -> None:
-    check_arguments(arguments())
-    check_arguments(arguments(reset_attention_mask=False, cp_plan_documents=True))
 
 
 def test_convert_knows_every_flag_that_is_refused() -> None:

@@ -89,7 +89,7 @@ def test_documents_of_a_whole_batch_come_from_their_ends_alone() -> None:
     single = {name: value[..., :8] for name, value in whole.items()}
     single["position_ids"] = mrope_positions(Documents([8, 8])).view(3, 2, 8)
     _, params = planned_batch_from(single, config, Suite())
-    assert params.plan is not None and params.plan.documents == Documents([8, 8])
+    assert params.plan.documents == Documents([8, 8])
     with pytest.raises(ConfigError, match=r"position_ids is of shape \[2, 32\], but mrope_section is \[1, 1, 2\]"):
         planned_batch_from({**whole, "position_ids": whole["tokens"]}, config, Suite())
 

@@ -68,7 +68,7 @@ def test_every_source_gives_the_batch_of_these_documents(source: str, rank: int)
     assert {name for name, value in batch.items() if value is not None} == set(expected)
     for name, value in expected.items():
         assert torch.equal(batch[name], value) and batch[name].dtype == value.dtype, name
-    assert params.plan is not None and params.plan.layout.same_as(plan.layout)
+    assert params.plan.layout.same_as(plan.layout)
     assert (params.rank, params.dropout_seed) == (rank, 7)
     assert params.cu_seqlens_q.tolist() == expected_params.cu_seqlens_q.tolist()
 
