@@ -76,7 +76,7 @@ def test_ranks_and_multiples_beside_the_plan_are_refused(arguments: dict[str, An
         ({"tokens": torch.zeros(24)}, r"tokens has shape \[24\], but the plan has 25 tokens"),
         ({"tokens": torch.zeros(5, 5)}, r"tokens has shape \[5, 5\]"),
         ({"tokens": torch.zeros(25), "position_ids": torch.zeros(25)}, "leave positions in one dimension out"),
-        ({"attention_mask": torch.zeros(1, 1, 25, 25)}, "brings its own attention_mask"),
+        ({"attention_mask": torch.zeros(1, 1, 25, 25)}, "has an attention_mask of shape"),
     ],
 )
 def test_a_batch_that_is_not_the_plans_is_refused(batch: dict[str, Any], message: str) -> None:

@@ -141,10 +141,7 @@ def planned_batch(
             mask, or positions in one dimension.
     """
     params = planned_params(plan, rank, rows_multiple=rows_multiple, dropout_seed=dropout_seed, pooled=pooled)
-    if batch.get("attention_mask") is not None:
-        raise ConfigError(
-            "the batch brings its own attention_mask; leave it out: the documents of the plan determine it"
-        )
+    _refuse(batch)
     total = params.linear.documents.tokens
     wholes = {}
     for name, value in batch.items():
@@ -307,7 +304,7 @@ def planned_batch_from(
             over tokens nor named in `pass_through`, or no plan can be built.
     """
     shape, suite = token_shape(batch), with_model_sizes(suite, config)
-    _refuse(batch, suite)
+    _refuse(batch)
     is_mrope = _check_mrope(batch.get("position_ids"), config)
     attentions = list(dict.fromkeys(layer_attentions(config, alibi=alibi)))
     documents = documents_of_batch(batch, shape, eod)
@@ -331,7 +328,7 @@ def planned_batch_from(
     return {**passed, **rows}, params
 
 
-def _refuse(batch: Mapping[str, Any], suite: SuiteSettings) -> None:
+def _refuse(batch: Mapping[str, Any]) -> None:
     mask = batch.get("attention_mask")
     if mask is not None:
         raise ConfigError(

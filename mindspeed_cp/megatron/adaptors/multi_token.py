@@ -68,7 +68,7 @@ class PlannedRolls:
         """
         if tensor.dtype is torch.bool:  # a padding mask, under sequence parallelism of this rank's share
             return tensor
-        params = self._params(given)
+        params = self.params_of(given)
         length, padded = params.linear_rows, params.linear_rows + params.linear_padding
         if tensor.dim() < 2 or list(tensor.shape[-2:]) != [1, padded]:
             raise ConfigError(
@@ -88,10 +88,6 @@ class PlannedRolls:
         if self.ranks > 1:
             dist.all_reduce(total, group=self._core.cp_group)
         return total
-
-    def rows_of_documents(self, device: torch.device, given: PackedSeqParams | None) -> Tensor:
-        """Return 1.0 for rows of documents and 0.0 for rows of padding, fp32 [1, t]."""
-        return (~self._params(given).padding_mask(device)).float()
 
     def before(self, model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Patch Megatron before the forward of a model.
@@ -116,7 +112,8 @@ class PlannedRolls:
         """Undo the patches, after the forward."""
         self._patches.close()
 
-    def _params(self, given: PackedSeqParams | None) -> PlannedBatchParams:
+    def params_of(self, given: PackedSeqParams | None) -> PlannedBatchParams:
+        """Return the parameters of a micro-batch with its plans, checked."""
         if isinstance(given, PlannedBatchParams):
             if given.pooled:
                 raise ConfigError(
@@ -200,7 +197,7 @@ def _weighs_by_all_tokens(original: Callable[..., Tensor], rolls: PlannedRolls) 
         mask: Any = values.get("loss_mask")
         if values["labels"] is None and values.get("input_ids") is not None:
             tokens = values["input_ids"]
-            mask = rolls.rows_of_documents(tokens.device, given) if mask is None else mask
+            mask = (~rolls.params_of(given).padding_mask(tokens.device)).float() if mask is None else mask
             values["labels"], mask = rolls.roll(tokens, 1, given), rolls.roll(mask, 1, given)
         if values["labels"] is None:
             return original(**values)

@@ -1,12 +1,7 @@
 """What Megatron-core 0.12 does otherwise than 0.16 and later, as functions and values that both have.
 
-What is patched in Megatron itself is in :mod:`mindspeed_cp.megatron.patches.compat`. A new version needs, in order:
-
-1. a row of requirements/versions.json, for ``make test-versions``;
-2. its number in ``versions`` of docs/megatron_arguments.yaml, and ``python -m tools.megatron_arguments`` in its
-   environment, which lists there the arguments that nobody has looked at;
-3. a patch in compat.py or adaptors/multi_token.py for what fails, and a function in this file for what has another
-   signature.
+What is patched in Megatron itself is in :mod:`mindspeed_cp.megatron.patches.compat`; docs/megatron.md says what a new
+version needs.
 """
 
 from __future__ import annotations
