@@ -174,13 +174,6 @@ def rows_multiple(config: TransformerConfig) -> int:
     of their GEMM (``get_fp8_align_size`` and ``get_fp4_align_size`` of Megatron).
     """
     shares = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    return shares * _rows_of_gemm_block(config)
-
-
-def _rows_of_gemm_block(config: TransformerConfig) -> int:
-    """Return the divisor of the rows that a linear layer takes in the precision of the settings."""
-    if getattr(config, "fp4", None):
-        return 32
-    if config.fp8:
-        return 32 if config.fp8_recipe == "mxfp8" else 16
-    return 1
+    if getattr(config, "fp4", None) or (config.fp8 and config.fp8_recipe == "mxfp8"):
+        return 32 * shares
+    return 16 * shares if config.fp8 else shares

@@ -213,10 +213,8 @@ def pool_of(suite: SuiteSettings) -> Topology:
         ConfigError: machines hold different numbers of whole replicas.
     """
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or dist.get_world_size()
-    tensor, replicas = (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_data_parallel_world_size(),
-    )
+    tensor = parallel_state.get_tensor_model_parallel_world_size()
+    replicas = parallel_state.get_data_parallel_world_size()
     return pool_topology(suite, replicas, local_ranks, tensor, "cp_plan_pool")
 
 
@@ -283,9 +281,9 @@ def _all_agree(is_pooled: bool) -> bool:
 
 def _device(group: dist.ProcessGroup) -> torch.device:
     """Return the device whose tensors the group carries."""
-    return (
-        torch.device("cpu") if dist.get_backend(group) == "gloo" else torch.device("cuda", torch.cuda.current_device())
-    )
+    if dist.get_backend(group) == "gloo":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def _gathered(own: Tensor, group: dist.ProcessGroup) -> Tensor:
