@@ -56,7 +56,7 @@ class Runs:
         reference: of one rank, with cases of the same names; default: these.
     """
 
-    AT_ONCE = 8
+    CASES_AT_A_TIME = 8
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class Runs:
 
     def _together(self, name: str, among: Sequence[str]) -> tuple[str, ...]:
         names = tuple(among) or tuple(self._cases)
-        first = names.index(name) // self.AT_ONCE * self.AT_ONCE
-        return names[first : first + self.AT_ONCE]
+        first = names.index(name) // self.CASES_AT_A_TIME * self.CASES_AT_A_TIME
+        return names[first : first + self.CASES_AT_A_TIME]
 
     def alone(self, name: str) -> Outcome:
         """The outcome of a case on one rank."""
