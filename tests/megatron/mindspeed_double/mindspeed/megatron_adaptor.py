@@ -17,7 +17,6 @@ def patch_always() -> None:
     from mindspeed.core.megatron_basic import arguments_basic
     from mindspeed.core.megatron_basic.megatron_basic import PTNorm
     from mindspeed.core.optimizer.fix_duplicate_allgather import get_megatron_optimizer_wrapper
-    from mindspeed.features_manager.transformer.module_rearrange import mcore_model_rearrange as rearrange
 
     config = f"{TRANSFORMER}.transformer_config"
     replace(f"{config}.TransformerConfig.__init__", arguments_basic.config_init_wrapper)
@@ -30,8 +29,6 @@ def patch_always() -> None:
     replace(f"{CORE}.fusions.fused_bias_swiglu.BiasSwiGLUFunction", fused_bias_swiglu.BiasSwiGLUFunction)
     replace(f"{ROPE}._apply_rotary_pos_emb_bshd", fused_rope.apply_rotary_pos_emb_bshd)
     replace(f"{ROPE}.apply_rotary_pos_emb", fused_rope.apply_rotary_pos_emb)
-    replace(f"{TRANSFORMER}.attention.SelfAttention.__init__", rearrange.self_attention_init_wrapper)
-    replace(f"{TRANSFORMER}.module.MegatronModule.__init__", rearrange.megatron_module_init_wrapper)
 
 
 def patch_context_parallelism() -> None:
