@@ -382,9 +382,7 @@ def forward_step(
         ]
         if case.remap is not None:
             plans = [with_linear_layout(plan, case.remap) for plan in plans]
-        batch, params = planned_batch(
-            whole, plans, rank, rows_multiple=rows_multiple(config), dropout_seed=seed
-        )
+        batch, params = planned_batch(whole, plans, rank, rows_multiple=rows_multiple(config), dropout_seed=seed)
     losses = model(
         batch["tokens"],
         batch["position_ids"],

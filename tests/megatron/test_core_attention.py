@@ -112,9 +112,7 @@ def test_a_plan_for_something_else_is_refused(alone: None) -> None:
 
     with pytest.raises(ConfigError, match="those of rank 1 of 2, but this is rank 0 of 1"):
         call(planned_params(plan_for(module, [12], 2), 1))
-    with pytest.raises(
-        ConfigError, match=r"query has shape \[6, 4, 8\], but rank 0 of the plan of 7 tokens has \[7"
-    ):
+    with pytest.raises(ConfigError, match=r"query has shape \[6, 4, 8\], but rank 0 of the plan of 7 tokens has \[7"):
         call(planned_params(plan_for(module, [7]), 0))
     other = build_plan(Documents([6]), Topology(), attention_config(transformer_config(num_query_groups=4)))
     with pytest.raises(

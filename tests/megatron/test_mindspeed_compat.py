@@ -22,7 +22,7 @@ from mindspeed_cp.convert.flag_table import RULES as FLAG_RULES
 from mindspeed_cp.convert.flag_table import Outcome as FlagOutcome
 from mindspeed_cp.megatron import install, install_model, megatron_imports
 from mindspeed_cp.megatron.adaptors.settings import check_arguments
-from mindspeed_cp.megatron.mindspeed_compat import LINES, MINDSPEED_RULES, check_mindspeed, replaced_by, replacements
+from mindspeed_cp.megatron.mindspeed_compat import LINES, MINDSPEED_RULES, check_mindspeed, replacements
 from tests.limits import HANG
 from tests.megatron.gpt import (
     Case,

@@ -151,7 +151,7 @@ def test_rows_are_rolled_inside_documents(alone: None) -> None:
     model, config = built()
     core = model.decoder.layers[0].self_attention.core_attention
     rolls = PlannedRolls(core)
-    batch, params = batch_of(config)
+    _, params = batch_of(config)
     documents = Documents(RAGGED)
     rows = torch.arange(1, documents.tokens + 1)
     expected = torch.from_numpy(dense_roll(rows.numpy(), documents, 2, 0))

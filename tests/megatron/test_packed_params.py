@@ -126,7 +126,9 @@ def test_parameters_that_name_no_documents_are_refused(given: dict[str, Any], me
 
 @pytest.mark.parametrize("rows", [14, 30])
 def test_rows_that_are_not_those_of_cu_seqlens_are_refused(rows: int, alone: None) -> None:
-    with pytest.raises(ConfigError, match=rf"query has shape \[{rows}, 4, 8\], but rank 0 of the plan of 28 tokens has \[28"):
+    with pytest.raises(
+        ConfigError, match=rf"query has shape \[{rows}, 4, 8\], but rank 0 of the plan of 28 tokens has \[28"
+    ):
         attention()(*inputs(rows), None, packed_seq_params=plain_params([8, 20]))
 
 

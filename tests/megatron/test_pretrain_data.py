@@ -7,7 +7,6 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,7 +15,7 @@ from mindspeed_cp.megatron import planned_batch, pretrain
 from mindspeed_cp.megatron.adaptors import batch as batch_module
 from tests.megatron.gpt import build, megatron, transformer_config
 from tests.megatron.ranks import MegatronRanks
-from tests.megatron.script_arguments import LENGTHS, PADDED, TABLE, rows, stand_in
+from tests.megatron.script_arguments import PADDED, TABLE, rows, stand_in
 
 
 @pytest.mark.parametrize("rank", [0, 1])

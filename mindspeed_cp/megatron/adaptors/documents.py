@@ -127,9 +127,7 @@ CU_SEQLENS_KEYS = {
 TOKEN_KEYS = ("tokens", "input_ids")
 
 
-def documents_of_batch(
-    batch: Mapping[str, Any], shape: tuple[int, int] | None, eod: int | None
-) -> Documents:
+def documents_of_batch(batch: Mapping[str, Any], shape: tuple[int, int] | None, eod: int | None) -> Documents:
     """Return the documents of a whole batch, rows back to back, without those of no token.
 
     The first of these that the batch has says where documents end, and all that it has must agree: cu_seqlens,
