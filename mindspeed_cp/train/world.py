@@ -32,7 +32,7 @@ from mindspeed_cp.device.select import (
 )
 from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.megatron import megatron_imports, megatron_on
-from mindspeed_cp.megatron.patches.swap import replaced
+from mindspeed_cp.megatron.patches.compat import replaced
 from mindspeed_cp.ops.attention.backends import check_npu_profile
 from mindspeed_cp.ops.host_memory import keep_freed_memory
 from mindspeed_cp.plan import Topology

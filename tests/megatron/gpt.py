@@ -24,6 +24,7 @@ from mindspeed_cp import Documents, Topology, build_plan
 from mindspeed_cp.algorithms.linear_layout import with_linear_layout
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.megatron import (
+    PlannedBatchParams,
     install,
     install_model,
     layer_attentions,
@@ -74,8 +75,6 @@ class Case:
 
     Attributes:
         batches: documents' lengths of each micro-batch, assigned to data-parallel ranks in turn.
-        qkv_format: "thd" or "sbhd" (one sequence for each document, all equally long).
-        carried: whether packed_seq_params are passed.
         masked: fraction of tokens, from the start of the batch, whose loss does not count.
         optimizer: "float32" or "distributed" to take steps; None to stop at the gradients.
         steps: how many times the batches are trained on.
@@ -89,8 +88,6 @@ class Case:
     """
 
     batches: tuple[tuple[int, ...], ...]
-    qkv_format: str = "thd"
-    carried: bool = True
     packed: str | None = None
     masked: float = 0.0
     optimizer: str | None = None
@@ -197,8 +194,6 @@ def lacks(config: Mapping[str, Any], case: Case | None = None) -> str | None:
         return (
             f"megatron-core {VERSION} norms latents beside queries that are not compressed by Transformer Engine alone"
         )
-    if case and config.get("multi_latent_attention") and case.qkv_format == "sbhd" and len(case.batches[0]) > 1:
-        return None if versions.latent_rows(2) is None else f"megatron-core {VERSION}: {versions.latent_rows(2)}"
     return None
 
 
@@ -374,35 +369,27 @@ def forward_step(
     index = next(batches)
     documents, whole = data(case, index)
     cp, rank = parallel_state.get_context_parallel_world_size(), parallel_state.get_context_parallel_rank()
-    if case.packed is not None:
-        lengths, seed = documents.lengths.tolist(), micro_batch_seed(1, step * len(case.batches) + index)
-        batch, given = (
-            plan_whole(whole, lengths, config, Suite(context_parallel_size=cp, algorithm=case.algorithm), seed)
-            if case.packed == "whole"
-            else cut_batch(whole, lengths, case.packed, cp, rank)
-        )
-        named = {"loss_mask": batch["loss_mask"]} if config.mtp_num_layers else {}
-        losses = model(
-            batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=given, **named
-        )
-        return losses, partial(loss_function, batch["loss_mask"])
-    plans = [
-        build_plan(documents, Topology(1, cp), attention, case.algorithm, **case.options)
-        for attention in dict.fromkeys(layer_attentions(config, alibi=case.alibi))
-    ]
-    if case.remap is not None:
-        plans = [with_linear_layout(plan, case.remap) for plan in plans]
-    batch, params = planned_batch(
-        whole, plans, rank, case.qkv_format, rows_multiple=rows_multiple(config),
-        dropout_seed=micro_batch_seed(1, step * len(case.batches) + index),
-    )  # fmt: skip
+    seed = micro_batch_seed(1, step * len(case.batches) + index)
+    if case.packed == "whole":
+        suite = Suite(context_parallel_size=cp, algorithm=case.algorithm)
+        batch, params = plan_whole(whole, documents.lengths.tolist(), config, suite, seed)
+    elif case.packed is not None:
+        batch, params = cut_batch(whole, documents.lengths.tolist(), case.packed, cp, rank)
+    else:
+        plans = [
+            build_plan(documents, Topology(1, cp), attention, case.algorithm, **case.options)
+            for attention in dict.fromkeys(layer_attentions(config, alibi=case.alibi))
+        ]
+        if case.remap is not None:
+            plans = [with_linear_layout(plan, case.remap) for plan in plans]
+        batch, params = planned_batch(whole, plans, rank, rows_multiple=rows_multiple(config), dropout_seed=seed)
     losses = model(
         batch["tokens"],
         batch["position_ids"],
         None,
         labels=batch["labels"],
-        packed_seq_params=params if case.carried else None,
-        **params.padding_arguments(model),
+        packed_seq_params=params,
+        **(params.padding_arguments(model) if isinstance(params, PlannedBatchParams) else {}),
         **({"loss_mask": batch["loss_mask"]} if config.mtp_num_layers else {}),
     )
     return losses, partial(loss_function, batch["loss_mask"])

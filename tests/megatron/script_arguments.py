@@ -24,24 +24,6 @@ class Timer:
     def stop(self) -> None: ...
 
 
-class Stopwatch:
-    """Stands for Megatron's detector of slow ranks."""
-
-    def __init__(self) -> None:
-        self.timed: list[str] = []
-        self.bdata = False
-
-    def __call__(self, bdata: bool = False) -> Stopwatch:
-        self.bdata = bdata
-        return self
-
-    def __enter__(self) -> None:
-        self.timed.append("batch" if self.bdata else "model")
-        self.bdata = False
-
-    def __exit__(self, *_: Any) -> None: ...
-
-
 def stand_in(path: str) -> tuple[dict[str, ModuleType], Callable[..., Namespace]]:
     """Modules that stand for megatron.training, and a function that sets the arguments of Megatron's script.
 

@@ -94,9 +94,8 @@ def arguments(**changes: Any) -> Namespace:
     return Namespace(**{**values, **changes})
 
 
-def test_arguments_of_a_planned_run_are_valid() -> None:
-    check_arguments(arguments())
-    check_arguments(arguments(reset_position_ids=False, reset_attention_mask=False))
+def test_arguments_that_fit_the_suite_are_valid() -> None:
+    check_arguments(arguments(), Suite(context_parallel_size=2))  # ring, which p2p, the default, means
     check_arguments(arguments(), Suite(context_parallel_size=2, algorithm="ulysses"))
     check_arguments(arguments(cp_comm_type=["a2a"]), Suite(context_parallel_size=2, algorithm="ulysses"))
 
@@ -176,6 +175,10 @@ def test_a_value_that_transformer_config_may_not_have_is_refused_with_the_flag_t
 @pytest.mark.parametrize(
     "changes",
     [
+        dict(),
+        dict(reset_position_ids=False, reset_attention_mask=False),
+        dict(reset_position_ids=False, reset_attention_mask=False, dataloader_inter_document_masking=True),
+        dict(reset_attention_mask=False, dataloader_inter_document_masking=True),
         dict(num_experts=4, moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="deepep"),
         dict(num_experts=4, moe_token_dispatcher_type="alltoall", moe_flex_dispatcher_backend="hybridep"),
         dict(
@@ -190,7 +193,7 @@ def test_a_value_that_transformer_config_may_not_have_is_refused_with_the_flag_t
         dict(reset_attention_mask=False, cp_plan_documents=True),
     ],
 )
-def test_values_that_no_rank_waits_for_are_valid(changes: dict[str, Any]) -> None:
+def test_other_values_are_valid(changes: dict[str, Any]) -> None:
     check_arguments(arguments(**changes))
 
 
@@ -223,21 +226,10 @@ def test_a_converted_launch_is_not_refused_when_it_starts(name: str) -> None:
     check_arguments(arguments(**{**off, **given}), conversion.suite)
 
 
-def test_documents_that_the_data_set_marks_by_cu_seqlens_need_no_flag() -> None:
-    for reset in (False, True):
-        check_arguments(
-            arguments(dataloader_inter_document_masking=True, reset_position_ids=reset, reset_attention_mask=False)
-        )
-
-
 @pytest.mark.parametrize("given", [["a2a"], ["p2p", "a2a"]])
 def test_another_cp_comm_type_than_the_suites_algorithm_is_refused(given: list[str]) -> None:
     with pytest.raises(ConfigError, match="leave cp_comm_type at its default"):
         check_arguments(arguments(cp_comm_type=given), Suite(context_parallel_size=2, algorithm="hybrid"))
-
-
-def test_the_default_cp_comm_type_does_not_choose_for_a_suite_without_algorithm() -> None:
-    check_arguments(arguments(), Suite(context_parallel_size=2))  # ring, which p2p means
 
 
 def test_another_size_than_the_suites_is_refused() -> None:

@@ -15,7 +15,7 @@ from mindspeed_cp import ConfigError
 from mindspeed_cp.errors import CorruptionError
 from mindspeed_cp.megatron import pretrain
 from mindspeed_cp.megatron.adaptors import core_attention
-from mindspeed_cp.megatron.pretrain.attention_check import ATTENTION_CHECK, IterationChecks
+from mindspeed_cp.megatron.pretrain.data import ATTENTION_CHECK, IterationChecks
 from tests.megatron.gpt import megatron
 from tests.megatron.ranks import MegatronRanks
 from tests.megatron.script_arguments import rows, stand_in

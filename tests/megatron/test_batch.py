@@ -39,30 +39,15 @@ def test_slices_put_together_are_the_batch(lengths: list[int], ranks: int, multi
     assert torch.equal(plan.layout.unshard(parts), tokens)
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_sbhd_gives_every_sequence_its_own_row(rank: int) -> None:
-    plan = plan_of([13, 13], 3)
-    tokens = torch.arange(26).reshape(2, 13)
-    batch, _ = planned_batch({"tokens": tokens.numpy()}, plan, rank, "sbhd")
-    assert torch.equal(batch["position_ids"][0], batch["position_ids"][1])
-    assert torch.equal(batch["tokens"], batch["position_ids"] + torch.tensor([[0], [13]]))
-
-
-def test_sbhd_rows_may_hold_several_documents() -> None:
-    plan = plan_of([8, 4, 4, 8], 2)
-    batch, params = planned_batch({"tokens": torch.arange(24)}, plan, 0, "sbhd", batch_size=2)
-    assert params.batch_size == 2 and batch["tokens"].shape == (2, 6)
-    assert (batch["tokens"][0] < 12).all() and (batch["tokens"][1] >= 12).all()
-
-
 def test_rows_of_a_tensor_and_back() -> None:
-    params = planned_params(plan_of([13, 13], 2), 1, "sbhd", rows_multiple=4)
-    x = torch.randn(params.length + params.padding, 2, 4, 8)
+    params = planned_params(plan_of([13, 13], 2), 1, rows_multiple=5)
+    assert params.padding
+    x = torch.randn(params.rows + params.padding, 4, 8)
     rows = params.to_rows(x, "query")
-    assert torch.equal(rows[: params.length], x[: params.length, 0])
+    assert torch.equal(rows, x[: params.rows])
     back = params.from_rows(rows)
-    assert torch.equal(back[: params.length], x[: params.length].flatten(2))
-    assert back.shape == x.flatten(2).shape and not back[params.length :].any()
+    assert torch.equal(back[: params.rows], rows.flatten(1))
+    assert back.shape == x.flatten(1).shape and not back[params.rows :].any()
 
 
 def test_parameters_describe_the_whole_batch_as_megatron_does() -> None:
@@ -75,24 +60,14 @@ def test_parameters_describe_the_whole_batch_as_megatron_does() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (dict(qkv_format="bshd"), "qkv_format is 'bshd'; valid: thd, sbhd"),
         (dict(rank=2), "rank is 2, but the plan has ranks 0 to 1"),
         (dict(rank=-1), "rank is -1"),
         (dict(rows_multiple=0), "rows_multiple is 0; valid: 1 or more"),
-        (dict(batch_size=2), "batch_size is 2 for qkv_format 'thd'"),
-        (dict(qkv_format="sbhd", batch_size=4), "valid: a divisor"),
-        (dict(qkv_format="sbhd", batch_size=0), "valid: a divisor"),
-        (dict(qkv_format="sbhd"), "would cut a document"),
     ],
 )
-def test_ranks_formats_and_sizes_beside_the_plan_are_refused(arguments: dict[str, Any], message: str) -> None:
+def test_ranks_and_multiples_beside_the_plan_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         planned_params(plan_of(LENGTHS, 2), **{"rank": 0, **arguments})
-
-
-def test_sequences_of_unequal_rows_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"holds \[\d, \d\] rows of the 2 sequences.*use qkv_format 'thd'"):
-        planned_params(plan_of([3, 3, 5, 1], 2), 0, "sbhd", batch_size=2)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +76,7 @@ def test_sequences_of_unequal_rows_are_refused() -> None:
         ({"tokens": torch.zeros(24)}, r"tokens has shape \[24\], but the plan has 25 tokens"),
         ({"tokens": torch.zeros(5, 5)}, r"tokens has shape \[5, 5\]"),
         ({"tokens": torch.zeros(25), "position_ids": torch.zeros(25)}, "leave positions in one dimension out"),
-        ({"attention_mask": torch.zeros(1, 1, 25, 25)}, "brings its own attention_mask"),
+        ({"attention_mask": torch.zeros(1, 1, 25, 25)}, "has an attention_mask of shape"),
     ],
 )
 def test_a_batch_that_is_not_the_plans_is_refused(batch: dict[str, Any], message: str) -> None:
@@ -111,7 +86,7 @@ def test_a_batch_that_is_not_the_plans_is_refused(batch: dict[str, Any], message
 
 def test_a_tensor_of_other_rows_is_refused() -> None:
     params = planned_params(plan_of(LENGTHS, 2), 1)
-    with pytest.raises(ConfigError, match=r"query has shape \[99, 4, 8\].*rank 1 of the plan has \[\d+, heads, dim\]"):
+    with pytest.raises(ConfigError, match=r"query has shape \[99, 4, 8\].*rank 1 of the plan of 25 tokens has \[12, heads"):
         params.to_rows(torch.zeros(99, 4, 8), "query")
 
 

@@ -10,9 +10,8 @@ import torch
 
 from mindspeed_cp import ConfigError
 from mindspeed_cp.megatron import install, install_model, megatron_compat, megatron_imports
-from mindspeed_cp.megatron.patches.compat import PATCHES
+from mindspeed_cp.megatron.patches.compat import PATCHES, replaced
 from mindspeed_cp.megatron.patches.imports import check_version, parse_version
-from mindspeed_cp.megatron.patches.swap import replaced
 from tests.megatron.gpt import (
     VERSION,
     Suite,
@@ -22,6 +21,7 @@ from tests.megatron.gpt import (
     one_rank,
     transformer_config,
 )
+from tests.megatron.packed import plain_params
 
 with megatron_imports():
     import megatron.core
@@ -76,11 +76,11 @@ def test_a_mixture_of_experts_needs_the_patch() -> None:
     with one_rank():  # which applies the patches
         config = transformer_config(**MIXTURE)
         model = install_model(build(config, install(layer_spec(config), Suite())))
-        model(tokens, tokens, None)
+        model(tokens, tokens, None, packed_seq_params=plain_params([8]))
         with replaced(moe_utils, "te_general_gemm", None):
             del moe_utils.te_general_gemm
             with pytest.raises(NameError, match="te_general_gemm"):
-                model(tokens, tokens, None)
+                model(tokens, tokens, None, packed_seq_params=plain_params([8]))
             moe_utils.te_general_gemm = None
 
 

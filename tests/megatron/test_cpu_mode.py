@@ -64,22 +64,6 @@ def test_nested_blocks_are_one() -> None:
         assert torch.ones(1, device="cuda").device.type == "cpu"
 
 
-def test_a_side_thread_is_refused() -> None:
-    errors: list[BaseException] = []
-
-    def enter() -> None:
-        try:
-            with megatron_on_cpu():
-                pass
-        except RuntimeError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=enter)
-    thread.start()
-    thread.join()
-    assert "enter it in the main thread" in str(errors[0])
-
-
 def test_recompute_repeats_dropout_and_queues_nothing() -> None:
     waiting = len(torch.cuda._queued_calls)
 
@@ -93,13 +77,6 @@ def test_recompute_repeats_dropout_and_queues_nothing() -> None:
         out.sum().backward()
         assert x.grad is not None and torch.equal(x.grad, out.detach())
     assert len(torch.cuda._queued_calls) == waiting
-
-
-def test_no_function_mode_stands_around_torch_calls() -> None:
-    """A mode would run Python around every operator of a step."""
-    with megatron_on_cpu():
-        assert torch._C._len_torch_function_stack() == 0
-        assert torch.add is torch._C._VariableFunctions.add and torch.Tensor.add is torch._C.TensorBase.add
 
 
 def test_what_makes_tensors_takes_a_cuda_device_in_every_thread() -> None:

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
+from mindspeed_cp.algorithms.linear_layout import LINEAR_LAYOUT_MODES
 from mindspeed_cp.megatron import install, install_model, megatron_imports, planned_params
 from mindspeed_cp.megatron.adaptors import params as params_module
 from tests.megatron.gpt import (
     Case,
     Suite,
+    available,
     build,
     data,
     experts_of,
@@ -22,16 +24,16 @@ from tests.megatron.gpt import (
     transformer_config,
 )
 from tests.megatron.models import EXPERTS, NEEDS_PLANNED_ROUTER, SELECTIVE
+from tests.megatron.packed import plain_params
 from tests.megatron.ranks import MegatronRanks
-from tests.megatron.runs import Runs, assert_equal
-from tests.megatron.test_gpt import ODD
-
-BATCHES = (*ODD, (1, 1))  # as many for each of two replicas: expert-parallel ranks of both work together
+from tests.megatron.runs import Runs, equal_to_one_rank
+from tests.megatron.test_gpt import BALANCED, LONG, TWO
+from tests.megatron.test_gpt import ODD as BATCHES  # one for each of two replicas, whose ranks share experts
 
 with megatron_imports():
     from megatron.core.transformer.moe.router import TopKRouter
 
-CASES = {
+ALL_CASES = {
     "both losses": Case(BATCHES, config=EXPERTS),
     "loss of sequences": Case(
         BATCHES, config={**EXPERTS, "moe_router_load_balancing_type": "seq_aux_loss", "moe_layer_freq": [0, 1]}
@@ -39,7 +41,12 @@ CASES = {
     "selective recompute": Case(BATCHES, config={**EXPERTS, **SELECTIVE}),
     "no losses of the router": Case(BATCHES, config={**EXPERTS, "moe_router_load_balancing_type": "none"}),
     "steps": Case(BATCHES, optimizer="float32", steps=3, config=EXPERTS),
+    **{
+        f"{mode} moves": Case((LONG, (1, 2, 1)), **BALANCED, remap=mode, config=EXPERTS) for mode in LINEAR_LAYOUT_MODES
+    },
+    "later tokens": Case(BATCHES, config={**TWO, **EXPERTS}),
 }
+CASES = available(ALL_CASES)
 LAYOUTS = {  # tensor, context, expert parallel, ranks
     "cp3": (1, 3, 1, 3),
     "cp4 ep4": (1, 4, 4, 4),
@@ -61,19 +68,17 @@ def reference(ranks: MegatronRanks) -> Runs:
 def test_any_layout_equals_one_rank(layout: str, ranks: MegatronRanks, reference: Runs) -> None:
     more = {"sequence_parallel": True} if LAYOUTS[layout][0] > 1 else {}
     cases = {
-        name: replace(case, config={**case.config, **more}, optimizer=case.optimizer and "distributed")
+        name: (replace(case, config={**case.config, **more}, optimizer=case.optimizer and "distributed"), case)
         for name, case in CASES.items()
     }
-    for outcomes in Runs(ranks, cases).on(LAYOUTS[layout]):
-        for name, outcome in outcomes.items():
-            assert_equal(outcome, reference.alone(name))
+    equal_to_one_rank(ranks, LAYOUTS[layout], cases, reference)
 
 
 @NEEDS_PLANNED_ROUTER
 def test_on_one_rank_the_losses_of_the_router_are_megatrons(alone: None) -> None:
     """The same gradients as Megatron's own router, whose weights of the losses are right on one rank."""
     config = transformer_config(**EXPERTS)
-    documents, whole = data(Case(((24, 24),), qkv_format="sbhd"), 0)
+    _, whole = data(Case(((24, 24),)), 0)
     results = []
     for router in ("ours", TopKRouter):
         spec = install(layer_spec(config), Suite())
@@ -81,13 +86,12 @@ def test_on_one_rank_the_losses_of_the_router_are_megatrons(alone: None) -> None
             for layer in spec.layer_specs:
                 experts_of(layer).router = TopKRouter
         model = install_model(build(config, spec))
-        tokens, labels = (whole[name].reshape(2, 24) for name in ("tokens", "labels"))
-        model(tokens, torch.arange(24).expand(2, 24), None, labels=labels).sum().backward()
+        tokens, labels = (whole[name][None] for name in ("tokens", "labels"))
+        model(tokens, tokens, None, labels=labels, packed_seq_params=plain_params([24, 24])).sum().backward()
         results.append({name: parameter.grad for name, parameter in model.named_parameters()})
     ours, theirs = results
     for name, gradient in theirs.items():
         torch.testing.assert_close(ours[name], gradient, atol=1e-5 * float(gradient.abs().max()), rtol=0)
-    assert documents.tokens == 48
 
 
 @NEEDS_PLANNED_ROUTER
@@ -97,7 +101,7 @@ def test_rows_of_padding_do_not_count_for_the_bias_of_experts(alone: None) -> No
     model = install_model(build(config, install(layer_spec(config), Suite())))
     tokens = torch.arange(10)[None]
     with torch.compiler.set_stance("force_eager"):
-        model(tokens, tokens, None, padding_mask=tokens >= 7)
+        model(tokens, tokens, None, padding_mask=tokens >= 7, packed_seq_params=plain_params([10]))
     for layer in model.decoder.layers:
         assert layer.mlp.router.local_tokens_per_expert.sum() == 7 * config.moe_router_topk
 

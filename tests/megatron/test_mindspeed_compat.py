@@ -22,7 +22,7 @@ from mindspeed_cp.convert.flag_table import RULES as FLAG_RULES
 from mindspeed_cp.convert.flag_table import Outcome as FlagOutcome
 from mindspeed_cp.megatron import install, install_model, megatron_imports
 from mindspeed_cp.megatron.adaptors.settings import check_arguments
-from mindspeed_cp.megatron.mindspeed_compat import LINES, MINDSPEED_RULES, check_mindspeed, replaced_by, replacements
+from mindspeed_cp.megatron.mindspeed_compat import LINES, MINDSPEED_RULES, check_mindspeed, replacements
 from tests.limits import HANG
 from tests.megatron.gpt import (
     Case,
@@ -45,7 +45,7 @@ from tests.megatron.test_gpt import MORE, RAGGED
 
 with megatron_imports():
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-    from megatron.core.transformer.attention import Attention
+    from megatron.core.transformer.attention import Attention, SelfAttention
     from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.core.transformer.transformer_config import MLATransformerConfig
     from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -135,32 +135,10 @@ def test_routers_of_layers_that_it_recomputes_count_no_padding(ranks: MegatronRa
         assert calls["recomputation"] == 4
 
 
-def test_everything_is_undone_after_the_double() -> None:
-    before = Attention.__init__
-    with beside_mindspeed("--context-parallel-size", "2"):
-        assert Attention.__init__ is not before
-        assert replaced_by("megatron.core.transformer.attention.Attention.__init__")
-    assert Attention.__init__ is before and "mindspeed" not in sys.modules
-
-
-#: Flags that replace what planned attention needs -> words of the refusal.
-REPLACING = {
-    "--reset-attention-mask": r"Attention\.forward is replaced by mindspeed\.core\.\S+; .*leave out --reset-attention-mask "
-    r"\(pass --reset-position-ids --cp-plan-documents\)",
-    "--unaligned-linear": r"Attention\.__init__ is replaced by mindspeed\.core\.transformer\.attention; .*--unaligned-linear",
-    "--tp-2d": r"SelfAttention\.__init__ is replaced by mindspeed\.core\.tensor_parallel\S+; .*leave out --tp-2d",
-}
-
-
-@pytest.mark.parametrize("flag", REPLACING)
-def test_install_refuses_what_mindspeed_replaced(flag: str, alone: None) -> None:
-    spec = layer_spec(transformer_config())
-    with beside_mindspeed("--context-parallel-size", "2", flag), pytest.raises(ConfigError, match=REPLACING[flag]):
-        install(spec, Suite())
-
-
 LLM = "mindspeed_llm.core.context_parallel.adaptor"
 ROTARY = "mindspeed_llm.core.models.common.embeddings.rotary_pos_embedding"
+CORE = "mindspeed.core"
+REARRANGED = "mindspeed.features_manager.transformer.module_rearrange.mcore_model_rearrange"
 
 
 def wrapped_in(module: str, function: Any) -> Any:
@@ -168,6 +146,33 @@ def wrapped_in(module: str, function: Any) -> Any:
     names: dict[str, Any] = {"__name__": module, "wraps": wraps, "function": function}
     exec("@wraps(function)\ndef wrapper(*args, **kwargs):\n    return function(*args, **kwargs)\n", names)
     return names["wrapper"]
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "modules", "words"),
+    [
+        (Attention, "forward", [f"{CORE}.transformer.flash_attention.reset_attention_mask.adaptor"],
+         r"Attention\.forward is replaced by mindspeed\.core\.\S+; .*leave out --reset-attention-mask "
+         r"\(pass --reset-position-ids --cp-plan-documents\)"),
+        (Attention, "__init__", [f"{CORE}.transformer.attention"],
+         r"Attention\.__init__ is replaced by mindspeed\.core\.transformer\.attention; .*--unaligned-linear"),
+        (SelfAttention, "__init__", [f"{CORE}.tensor_parallel.tp_2d", REARRANGED],
+         r"SelfAttention\.__init__ is replaced by mindspeed\.core\.tensor_parallel\S+; .*leave out --tp-2d"),
+    ],
+    ids=["--reset-attention-mask", "--unaligned-linear", "--tp-2d"],
+)  # fmt: skip
+def test_what_mindspeed_replaced_is_refused(
+    owner: Any, name: str, modules: list[str], words: str, alone: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under wrappers that change nothing, too, and by a model that was built before."""
+    model = build(transformer_config(), install(layer_spec(transformer_config()), Suite()))
+    with beside_mindspeed(), monkeypatch.context() as patch:
+        for module in modules:
+            patch.setattr(owner, name, wrapped_in(module, getattr(owner, name)))
+        with pytest.raises(ConfigError, match=words):
+            install(layer_spec(transformer_config()), Suite())
+        with pytest.raises(ConfigError, match=words):
+            install_model(model)
 
 
 def test_what_only_mindspeed_llm_replaces_is_refused_with_its_name(
@@ -182,12 +187,6 @@ def test_what_only_mindspeed_llm_replaces_is_refused_with_its_name(
         with pytest.raises(ConfigError, match=rf"{ROTARY}, whatever the flags.*in place of mindspeed_llm's adaptor"):
             install(spec, Suite())
         monkeypatch.undo()
-
-
-def test_a_model_built_before_mindspeed_is_refused_after_it(alone: None) -> None:
-    model = build(transformer_config(), install(layer_spec(transformer_config()), Suite()))
-    with beside_mindspeed("--reset-attention-mask"), pytest.raises(ConfigError, match="is replaced by mindspeed"):
-        install_model(model)
 
 
 @pytest.mark.parametrize(
@@ -288,11 +287,6 @@ def test_a_layers_forward_without_the_padding_mask_is_refused(monkeypatch: pytes
             return
         with pytest.raises(ConfigError, match=r"recompute_norm is True; valid.*no padding_mask.*modules layernorm"):
             check_arguments(given)
-
-
-def test_without_mindspeed_its_flag_for_documents_is_megatrons() -> None:
-    check_arguments(arguments())
-    check_arguments(arguments(reset_attention_mask=False, cp_plan_documents=True))
 
 
 def test_convert_knows_every_flag_that_is_refused() -> None:

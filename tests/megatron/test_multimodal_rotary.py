@@ -66,7 +66,7 @@ def test_rotation_is_megatrons_to_the_bit(variant: str, dtype: torch.dtype, alon
             batches = [planned_batch({"position_ids": positions}, plan, rank) for rank in range(ranks)]
             parts = [rotary.rotate(plan.layout.shard(x, rank), params) for rank, (_, params) in enumerate(batches)]
             assert torch.equal(plan.layout.unshard(parts), expected)
-            rows = [batch["position_ids"][:, 0, : params.linear_length].T for batch, params in batches]
+            rows = [batch["position_ids"][:, 0, : params.linear_rows].T for batch, params in batches]
             assert torch.equal(plan.batch_layout.unshard(rows), positions.T)
 
 
@@ -89,7 +89,7 @@ def test_documents_of_a_whole_batch_come_from_their_ends_alone() -> None:
     single = {name: value[..., :8] for name, value in whole.items()}
     single["position_ids"] = mrope_positions(Documents([8, 8])).view(3, 2, 8)
     _, params = planned_batch_from(single, config, Suite())
-    assert params.plan is not None and params.plan.documents == Documents([8, 8])
+    assert params.plan.documents == Documents([8, 8])
     with pytest.raises(ConfigError, match=r"position_ids is of shape \[2, 32\], but mrope_section is \[1, 1, 2\]"):
         planned_batch_from({**whole, "position_ids": whole["tokens"]}, config, Suite())
 

@@ -10,22 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from mindspeed_cp.megatron import (
-    install,
-    install_model,
-    megatron_compat,
-    megatron_imports,
-    megatron_on_cpu,
-)
+from mindspeed_cp.megatron import install, install_model, megatron_imports
 from tests.megatron.gpt import (
     Case,
     Suite,
     build,
-    destroy_groups,
     forward_step,
     global_loss,
     layer_spec,
-    seed_generators,
+    megatron,
     transformer_config,
 )
 from tests.megatron.models import EXPERTS, NEEDS_PLANNED_ROUTER
@@ -47,44 +40,34 @@ def run_stage(
     rank: int, group: None, cp: int, stages: int, case: Case = CASE, tp: int = 1, only: str = ""
 ) -> tuple[bool, float, int, float]:
     """(is this the last stage, loss, tokens, sum of squared gradients of this stage whose name contains `only`)."""
-    with megatron_on_cpu(), megatron_compat():
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tp,
-            context_parallel_size=cp,
+    with megatron(tp, cp, pp=stages):
+        settings: dict[str, Any] = dict(
+            sequence_parallel=tp > 1,
             pipeline_model_parallel_size=stages,
-            expert_tensor_parallel_size=1,
+            variable_seq_lengths=stages > 1,
+            moe_token_dispatcher_type="alltoall",
         )
-        try:
-            seed_generators()
-            settings: dict[str, Any] = dict(
-                sequence_parallel=tp > 1,
-                pipeline_model_parallel_size=stages,
-                variable_seq_lengths=stages > 1,
-                moe_token_dispatcher_type="alltoall",
-            )
-            config = transformer_config(tp, cp, **{**settings, **case.config})
-            first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
-            spec = install(layer_spec(config), Suite(context_parallel_size=cp))
-            model = install_model(build(config, spec, pre_process=first, post_process=last))
-            fill(model)
-            ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
-            config.finalize_model_grads_func = finalize_model_grads
-            ddp.zero_grad_buffer()
-            reports = get_forward_backward_func()(
-                forward_step_func=partial(forward_step, case, config, 0),
-                data_iterator=iter(range(len(case.batches))),
-                model=[ddp],
-                num_microbatches=len(case.batches),
-                seq_length=1,
-                micro_batch_size=1,
-                forward_only=False,
-            )
-            loss, tokens = global_loss(reports)
-            parameters: list[Any] = [parameter for name, parameter in model.named_parameters() if only in name]
-            squares = sum(float(parameter.main_grad.double().square().sum()) for parameter in parameters)
-            return last, loss, tokens, squares
-        finally:
-            destroy_groups()
+        config = transformer_config(tp, cp, **{**settings, **case.config})
+        first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+        spec = install(layer_spec(config), Suite(context_parallel_size=cp))
+        model = install_model(build(config, spec, pre_process=first, post_process=last))
+        fill(model)
+        ddp = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model)
+        config.finalize_model_grads_func = finalize_model_grads
+        ddp.zero_grad_buffer()
+        reports = get_forward_backward_func()(
+            forward_step_func=partial(forward_step, case, config, 0),
+            data_iterator=iter(range(len(case.batches))),
+            model=[ddp],
+            num_microbatches=len(case.batches),
+            seq_length=1,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        loss, tokens = global_loss(reports)
+        parameters: list[Any] = [parameter for name, parameter in model.named_parameters() if only in name]
+        squares = sum(float(parameter.main_grad.double().square().sum()) for parameter in parameters)
+        return last, loss, tokens, squares
 
 
 def fill(model: Any) -> None:

@@ -7,7 +7,6 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,7 +15,7 @@ from mindspeed_cp.megatron import planned_batch, pretrain
 from mindspeed_cp.megatron.adaptors import batch as batch_module
 from tests.megatron.gpt import build, megatron, transformer_config
 from tests.megatron.ranks import MegatronRanks
-from tests.megatron.script_arguments import LENGTHS, PADDED, TABLE, rows, stand_in
+from tests.megatron.script_arguments import PADDED, TABLE, rows, stand_in
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -26,7 +25,7 @@ def test_a_batch_is_the_rows_of_the_plan_of_its_documents(
     run(context_parallel_size=2)
     monkeypatch.setattr(batch_module.parallel_state, "get_context_parallel_rank", lambda: rank)
     batch, params = pretrain.get_batch(iter([rows()]), transformer_config(cp=2))
-    assert params.plan is not None and params.rank == rank
+    assert params.rank == rank
     assert params.plan.documents.lengths.tolist() == [5, 11, 8, 24]
     whole = rows()
     del whole["position_ids"]
@@ -36,36 +35,23 @@ def test_a_batch_is_the_rows_of_the_plan_of_its_documents(
         assert torch.equal(batch[name], value), name
 
 
-@pytest.mark.parametrize("filled", [False, True], ids=["one row of ends", "filled up with the length of the row"])
-def test_documents_of_supervised_fine_tuning_are_those_of_cu_seqlens(
-    run: Callable[..., Namespace], alone: None, filled: bool
-) -> None:
-    run(sft=True, reset_position_ids=False, reset_attention_mask=False)
-    whole = rows()
-    ends = [np.cumsum([0, *lengths]).tolist() for lengths in LENGTHS]
-    if filled:  # 0.19: as long as the longest row of ends
-        table = torch.tensor([row + [24] * (25 - len(row)) for row in ends], dtype=torch.int32)
-    else:  # 0.16: one row, micro-batch size 1
-        whole = {name: value[:1] for name, value in whole.items()}
-        table = torch.tensor(ends[:1], dtype=torch.int32)
-    _, params = pretrain.get_batch(
-        iter([{**whole, "cu_seqlens": table, "max_seqlen": torch.tensor([11])}]), transformer_config()
-    )
-    assert params.plan is not None
-    assert params.plan.documents.lengths.tolist() == [5, 11, 8] + [24] * filled
-
-
 @pytest.mark.parametrize(
-    "ends",
-    [PADDED, {"cu_seqlens": torch.tensor([0, 5, 16, 24, 48], dtype=torch.int32)}],
-    ids=["padded", "of the whole micro-batch"],
+    ("count", "ends"),
+    [
+        (1, {"cu_seqlens": TABLE[:1]}),  # 0.16: micro-batch size 1
+        (2, {"cu_seqlens": TABLE}),  # 0.19: as long as the longest row of ends
+        (2, PADDED),
+        (2, {"cu_seqlens": torch.tensor([0, 5, 16, 24, 48], dtype=torch.int32)}),
+    ],
+    ids=["one row of ends", "filled up with the length of the row", "padded", "of the whole micro-batch"],
 )
-def test_ends_of_documents_are_handed_on(
-    run: Callable[..., Namespace], alone: None, ends: dict[str, torch.Tensor]
+def test_documents_of_supervised_fine_tuning_are_those_of_cu_seqlens(
+    run: Callable[..., Namespace], alone: None, count: int, ends: dict[str, torch.Tensor]
 ) -> None:
     run(sft=True, reset_position_ids=False, reset_attention_mask=False)
-    _, params = pretrain.get_batch(iter([{**rows(), **ends}]), transformer_config())
-    assert params.plan is not None and params.plan.documents.lengths.tolist() == [5, 11, 8, 24]
+    whole = {name: value[:count] for name, value in rows().items()}
+    _, params = pretrain.get_batch(iter([{**whole, **ends, "max_seqlen": torch.tensor([11])}]), transformer_config())
+    assert params.plan.documents.lengths.tolist() == [5, 11, 8, 24][: 3 * count]
 
 
 @pytest.mark.parametrize(("name", "value"), [("tokens", 97), ("tokens", -1), ("labels", 97), ("labels", -100)])
@@ -98,7 +84,6 @@ def batch_of_tensor_rank(
         )  # fmt: skip
         data = iter([{**rows(), **ends}]) if rank == 0 else None
         batch, params = pretrain.get_batch(data, transformer_config(tp=2, attention_dropout=0.1))
-        assert params.plan is not None
         rows_of_rank = {name: value.tolist() for name, value in batch.items()}
         return rows_of_rank, params.plan.documents.lengths.tolist(), params.dropout_seed
 

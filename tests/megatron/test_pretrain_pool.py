@@ -46,14 +46,13 @@ def batch_of_rank(rank: int, group: None, path: str, pooled: bool) -> dict[str, 
         start(context_parallel_size=2, curr_iteration=3, **POOL)
         config = transformer_config(cp=2, attention_dropout=0.1)
         batch, params = pretrain.get_batch(iter([rows_of_replica(rank // 2)]), config)
-        assert params.plan is not None
         return {
             "rank": params.rank,
             "pooled": params.pooled,
             "documents": params.plan.documents.lengths.tolist(),
             "seed": params.dropout_seed,
             "tokens": params.linear.tokens(params.rank).tolist(),
-            "batch": {name: value[0, : params.linear_length].tolist() for name, value in batch.items()},
+            "batch": {name: value[0, : params.linear_rows].tolist() for name, value in batch.items()},
         }
 
 

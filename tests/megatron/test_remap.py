@@ -1,4 +1,4 @@
-"""Linear layers on an equal-token layout: batches, hooks, refusals, experts (losses of other models: test_gpt.py)."""
+"""Linear layers on an equal-token layout: batches, hooks, refusals (losses: test_gpt.py, test_experts.py)."""
 
 from __future__ import annotations
 
@@ -11,19 +11,8 @@ import torch
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology, build_plan
 from mindspeed_cp.algorithms.linear_layout import LINEAR_LAYOUT_MODES, with_linear_layout
 from mindspeed_cp.megatron import planned_batch, planned_params
-from mindspeed_cp.megatron.adaptors.hidden import HiddenMove
-from tests.megatron.gpt import Case
-from tests.megatron.models import EXPERTS
-from tests.megatron.ranks import MegatronRanks
-from tests.megatron.runs import equal_to_one_rank
-from tests.megatron.test_gpt import BALANCED, LONG, MORE
-
-
-@pytest.mark.parametrize("mode", LINEAR_LAYOUT_MODES)
-def test_experts_count_the_tokens_of_the_linear_layout(mode: str, ranks: MegatronRanks) -> None:
-    plain = Case((LONG, MORE, (1, 2, 1)), **BALANCED, config=EXPERTS)
-    case = replace(plain, remap=mode, config={**EXPERTS, "sequence_parallel": True})
-    equal_to_one_rank(ranks, (2, 2, 2), {"experts": (case, plain)})
+from mindspeed_cp.megatron.adaptors.model import HiddenMove
+from tests.megatron.test_gpt import LONG
 
 
 def plan_of(lengths: tuple[int, ...] = LONG, ranks: int = 4) -> Plan:
@@ -49,9 +38,9 @@ def test_attention_keeps_its_own_rows_when_hidden_states_move() -> None:
     for rank in range(4):
         own, moved = planned_params(plan, rank), planned_params(hidden, rank)
         assert own.positions.tolist() == moved.positions.tolist()
-        assert (own.linear_length, own.length) == (moved.length, moved.length)
-        assert moved.linear_length in (28, 29)
-    assert {planned_params(hidden, rank).length for rank in range(4)} - {28, 29}
+        assert (own.linear_rows, own.rows) == (moved.rows, moved.rows)
+        assert moved.linear_rows in (28, 29)
+    assert {planned_params(hidden, rank).rows for rank in range(4)} - {28, 29}
 
 
 def test_shares_need_rows_that_divide() -> None:
@@ -72,9 +61,7 @@ def test_batches_without_a_linear_layout_pass_the_hooks() -> None:
         assert move.after(None, (), {"packed_seq_params": params}, torch.zeros(1)) is None  # type: ignore[arg-type]
 
 
-def test_linear_layouts_refuse_sbhd_and_other_rows() -> None:
-    hidden = with_linear_layout(plan_of((90, 6, 6, 6), 4), "hidden")
-    with pytest.raises(ConfigError, match="batch_size is 2, but the plan has a linear layout of its own"):
-        planned_params(hidden, 0, "sbhd", batch_size=2)
+def test_plans_of_other_linear_layouts_are_refused() -> None:
+    hidden = with_linear_layout(plan_of(), "hidden")
     with pytest.raises(ConfigError, match="plan 1 gives ranks other tokens than plan 0"):
         planned_params([hidden, replace(hidden, linear_layout=None)], 0)

@@ -25,6 +25,7 @@ from mindspeed_cp.plan import alibi_slopes
 from mindspeed_cp.schema.unsupported import Unsupported, unsupported
 from tests.megatron.gpt import Suite, build, layer_spec, transformer_config
 from tests.megatron.models import EXPERTS, LATENT, LATENT_YARN
+from tests.megatron.packed import plain_params
 
 SUITE = Suite()
 
@@ -158,7 +159,7 @@ def test_deterministic_mode_refuses_a_backend_that_is_not(alone: None, monkeypat
     model = install_model(build(config, install(layer_spec(config), SUITE)))  # auto: known by the tensors' device only
     tokens = torch.zeros(1, 4, dtype=torch.long)
     with pytest.raises(ConfigError, match=refused):
-        model(tokens, torch.arange(4)[None], None)
+        model(tokens, torch.arange(4)[None], None, packed_seq_params=plain_params([4]))
 
 
 def test_megatrons_word_for_the_ring_is_understood() -> None:

@@ -23,7 +23,6 @@ from mindspeed_cp.megatron import (
     megatron_imports,
     micro_batch_seed,
     planned_batch,
-    planned_params,
     rows_multiple,
     target_losses,
     trajectory_batch,
@@ -43,7 +42,7 @@ from tests.megatron.gpt import (
 )
 from tests.megatron.models import EXPERTS, FULL, LATENT, NEEDS_PACKED, SIX_HEADS
 from tests.megatron.ranks import MegatronRanks
-from tests.megatron.runs import LAYOUTS, Runs, assert_equal, equal_to_one_rank
+from tests.megatron.runs import LAYOUTS, Runs, assert_equal, equal_to_one_rank, on_layouts
 from tests.megatron.test_gpt import DROPOUT, ROPE
 
 with megatron_imports():
@@ -137,8 +136,11 @@ TREES_ONLY = {
 CASES = available({**ALL_CASES, **TREES_ONLY})
 
 
-#: Experts under tensor parallelism need sequence parallelism.
-NAMES_OF_LAYOUTS = {"cp3": (), "tp2 x cp2": tuple(name for name in CASES if name != "experts")}
+#: Cases by default: on tensor-parallel ranks what these split or share.
+DEFAULT = {
+    "cp3": tuple(CASES),
+    "tp2 x cp2": ("ring", "ALiBi", "latent", "learned sinks, full recompute", "tied embeddings", "float32 optimizer"),
+}
 
 
 @pytest.fixture(scope="module")
@@ -159,11 +161,11 @@ def test_trees_give_the_loss_and_gradients_of_flat_trajectories(name: str, runs:
     )
 
 
-@pytest.mark.parametrize("name", named({**ALL_CASES, **TREES_ONLY}))
-@pytest.mark.parametrize("layout", NAMES_OF_LAYOUTS)
-def test_any_layout_equals_one_rank(layout: str, name: str, runs: Runs) -> None:
-    if name in (NAMES_OF_LAYOUTS[layout] or CASES):
-        runs.check(name, LAYOUTS[layout], NAMES_OF_LAYOUTS[layout])
+@pytest.mark.parametrize(
+    ("layout", "name", "among"), on_layouts({**ALL_CASES, **TREES_ONLY}, DEFAULT, not_on_tensor_ranks=("experts",))
+)  # experts need sequence parallelism there
+def test_any_layout_equals_one_rank(layout: str, name: str, among: tuple[str, ...], runs: Runs) -> None:
+    runs.check(name, LAYOUTS[layout], among)
 
 
 def test_replicas_and_sequence_parallelism_equal_one_rank(ranks: MegatronRanks) -> None:
@@ -218,16 +220,6 @@ def test_logits_are_needed() -> None:
     packed, plan = packed_and_plan()
     batch, _ = trajectory_batch(packed, plan, 0)
     refused("call the model without labels", lambda: target_losses(batch, torch.nn.Module(), torch.zeros(1, 5)))
-
-
-def test_a_tree_in_two_rows_of_a_micro_batch_is_refused() -> None:
-    attention = attention_config(transformer_config())
-    plan = build_plan(Documents([4, 4, 8], parents=[-1, -1, 1]), Topology(1, 1), attention)
-    refused(
-        "documents that continue document 1 are in another row", lambda: planned_params(plan, 0, "sbhd", batch_size=2)
-    )
-    whole = build_plan(Documents([4, 4, 8], parents=[-1, 0, -1]), Topology(1, 1), attention)
-    planned_params(whole, 0, "sbhd", batch_size=2)
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def test_every_source_gives_the_batch_of_these_documents(source: str, rank: int)
     assert {name for name, value in batch.items() if value is not None} == set(expected)
     for name, value in expected.items():
         assert torch.equal(batch[name], value) and batch[name].dtype == value.dtype, name
-    assert params.plan is not None and params.plan.layout.same_as(plan.layout)
+    assert params.plan.layout.same_as(plan.layout)
     assert (params.rank, params.dropout_seed) == (rank, 7)
     assert params.cu_seqlens_q.tolist() == expected_params.cu_seqlens_q.tolist()
 
@@ -81,21 +81,6 @@ def test_rows_are_documents_where_nothing_else_is_said() -> None:
         assert params.layout.documents == Documents([12, 12])
         assert batch["input_ids"].tolist() == [[*range(3, 9), *range(15, 21)]]
         assert batch["position_ids"].tolist() == [[*range(3, 9), *range(3, 9)]]
-
-
-@pytest.mark.parametrize(
-    "own",
-    [
-        {"cu_seqlens": torch.stack([ends([5, 7, 0, 0]), ends([4, 4, 3, 1])])},
-        {"cu_seqlens": ends([5, 7, 4, 4, 3, 1])},
-        {"position_ids": positions([5, 7, 4, 4, 3, 1]).reshape(2, 12)},
-    ],
-)
-def test_several_rows_are_packed_into_one(own: dict[str, Any]) -> None:
-    tokens = torch.arange(24).reshape(2, 12)
-    batch, params = planned_batch_from({"tokens": tokens, **own}, transformer_config(), Suite())
-    assert params.layout.documents == Documents([5, 7, 4, 4, 3, 1])
-    assert batch["tokens"].tolist() == [list(range(24))]
 
 
 @settings(max_examples=60, deadline=None)
@@ -123,13 +108,6 @@ def test_tensors_with_further_dimensions_are_cut_and_others_passed_through() -> 
             ConfigError, match=rf"{name} of the batch .* 2 rows of 12 tokens; .*pass_through=\['{name}'\]"
         ):
             planned_batch_from({"tokens": tokens, name: whole[name]}, config, suite, 0)
-
-
-def test_rows_are_padded_for_sequence_parallelism() -> None:
-    config = transformer_config(tp=4, cp=2, sequence_parallel=True, num_query_groups=4)
-    batch, params = planned_batch_from({"tokens": torch.arange(1, 19)}, config, Suite(context_parallel_size=2), 0)
-    assert batch["tokens"].shape == (1, 12) and batch["tokens"][0, -3:].tolist() == [0, 0, 0]
-    assert params.linear_padding == 3
 
 
 def test_a_stage_without_tokens_gets_the_plan_from_cu_seqlens() -> None:

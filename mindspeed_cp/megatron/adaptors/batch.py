@@ -26,26 +26,20 @@ from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams, RotaryTrip
 from mindspeed_cp.megatron.adaptors.settings import rows_multiple as rows_multiple_of
 from mindspeed_cp.megatron.patches import versions
 
-FORMATS = ("thd", "sbhd")
-
 
 def planned_params(
     plan: Plan | Sequence[Plan],
     rank: int,
-    qkv_format: str = "thd",
     *,
-    batch_size: int | None = None,
     rows_multiple: int = 1,
     dropout_seed: int | None = None,
     pooled: bool = False,
 ) -> PlannedBatchParams:
-    """Return the ``packed_seq_params`` of one micro-batch for one context-parallel rank.
+    """Return the ``packed_seq_params`` of one micro-batch, packed into one row, for one context-parallel rank.
 
     Args:
         plan: the micro-batch's plan (``build_plan``), or one for each of the different ``layer_attentions(config)``.
         rank: this context-parallel rank.
-        qkv_format: "thd", one packed row, or "sbhd", `batch_size` rows of equal length.
-        batch_size: rows of "sbhd"; default: one for every document. Each row holds whole documents.
         rows_multiple: pad this rank's rows to a multiple of this (``rows_multiple(config)`` under sequence
             parallelism).
         dropout_seed: needed with attention dropout; another number for every micro-batch of every step and replica, the
@@ -54,13 +48,11 @@ def planned_params(
             and `rank` is the one among these (``get_data_parallel_group(with_context_parallel=True)``).
 
     Raises:
-        ConfigError: the rank, format or batch size does not fit the plan, or plans do not fit each other.
+        ConfigError: the rank does not fit the plan, or plans do not fit each other.
     """
     plans = (plan,) if isinstance(plan, Plan) else tuple(plan)
     _check_plans(plans)
     first = plans[0]
-    if qkv_format not in FORMATS:
-        raise ConfigError(f"qkv_format is {qkv_format!r}; valid: {', '.join(FORMATS)}")
     if not 0 <= rank < first.ranks:
         raise ConfigError(
             f"rank is {rank}, but the plan has ranks 0 to {first.ranks - 1}; give the rank in the context-parallel "
@@ -68,27 +60,16 @@ def planned_params(
         )
     if rows_multiple < 1:
         raise ConfigError(f"rows_multiple is {rows_multiple}; valid: 1 or more, see rows_multiple(config)")
-    if qkv_format == "thd":
-        if batch_size not in (None, 1):
-            raise ConfigError(
-                f"batch_size is {batch_size} for qkv_format 'thd'; valid: 1, all documents packed into one row"
-            )
-        batch_size = 1
-    elif batch_size is None:
-        batch_size = len(first.documents)
-    _check_sequences(first, rank, batch_size)
     borders = torch.from_numpy(first.documents.offsets.astype(np.int32))
     longest = int(first.documents.lengths.max(initial=0))
     params = PlannedBatchParams(
-        qkv_format=qkv_format,
+        qkv_format="thd",
         cu_seqlens_q=borders,
         cu_seqlens_kv=borders,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        plan=first,
         plans=plans,
         rank=rank,
-        batch_size=batch_size,
         rows_multiple=rows_multiple,
         dropout_seed=dropout_seed,
         pooled=pooled,
@@ -130,52 +111,11 @@ def micro_batch_seed(seed: int, number: int) -> int:
     return int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0] >> np.uint64(1))
 
 
-def _check_sequences(plan: Plan, rank: int, batch_size: int) -> None:
-    """Raise ConfigError unless sequences are whole documents with equally many rows on this rank."""
-    tokens = plan.documents.tokens
-    if batch_size == 1:
-        return
-    if plan.linear_layout is not None:
-        raise ConfigError(
-            f"batch_size is {batch_size}, but the plan has a linear layout of its own, which cuts sequences anywhere; "
-            "use qkv_format 'thd', which packs documents of any length into one row"
-        )
-    if batch_size < 1 or tokens % batch_size:
-        raise ConfigError(
-            f"batch_size is {batch_size}, but the plan has {tokens} tokens; valid: a divisor of that, or qkv_format "
-            "'thd'"
-        )
-    length = tokens // batch_size
-    borders = np.arange(batch_size + 1) * length
-    if not np.isin(borders, plan.documents.offsets).all():
-        raise ConfigError(
-            f"batch_size is {batch_size}, but sequences of {length} tokens would cut a document of the plan; use "
-            "qkv_format 'thd', which packs documents of any length into one row"
-        )
-    trees = np.cumsum(np.append(0, plan.documents.tree_sums(plan.documents.lengths)))
-    first_row, last_row = trees[:-1] // max(length, 1), (trees[1:] - 1) // max(length, 1)
-    torn = np.flatnonzero(first_row < last_row)
-    if len(torn):
-        root = np.flatnonzero(plan.documents.parents < 0)[torn[0]]
-        raise ConfigError(
-            f"batch_size is {batch_size}, but documents that continue document {root} are in another row than it; "
-            "valid: rows of whole trees, or qkv_format 'thd', one row of all"
-        )
-    counts = np.diff(np.searchsorted(plan.layout.tokens(rank), borders))
-    if counts.min() != counts.max():
-        raise ConfigError(
-            f"rank {rank} holds {counts.tolist()} rows of the {batch_size} sequences, and 'sbhd' needs equally many; "
-            "use qkv_format 'thd', which packs documents of any length into one row"
-        )
-
-
 def planned_batch(
     batch: Mapping[str, Tensor | np.ndarray],
     plan: Plan | Sequence[Plan],
     rank: int,
-    qkv_format: str = "thd",
     *,
-    batch_size: int | None = None,
     rows_multiple: int = 1,
     dropout_seed: int | None = None,
     pooled: bool = False,
@@ -184,67 +124,55 @@ def planned_batch(
     """Return this rank's rows of a micro-batch with their positions, and the ``packed_seq_params`` that belong to them.
 
     Args:
-        batch: tokens, labels, loss_mask and the like of the whole micro-batch, each [T, ...], [1, T, ...] or, for
-            "sbhd", [batch_size, S, ...]; labels shifted already (:func:`shift_labels`). For models with mrope
-            "position_ids", [3, T] or [3, batch_size, S]: positions of time, height and width.
-        plan, rank, qkv_format, batch_size, rows_multiple, dropout_seed, pooled: as for :func:`planned_params`.
+        batch: tokens, labels, loss_mask and the like of the whole micro-batch, each [T, ...] or [1, T, ...]; labels
+            shifted already (:func:`shift_labels`). For models with mrope "position_ids", [3, T] or [3, rows, tokens of
+            a row]: positions of time, height and width.
+        plan, rank, rows_multiple, dropout_seed, pooled: as for :func:`planned_params`.
         batch_digest: number of the whole micro-batch, the same on all its ranks, which every call of attention
             compares; default: that of its tensors, if they are on the host (:func:`digest_of_batch`).
 
     Returns:
-        The same keys, each [1, t, ...] or [batch_size, s, ...], and "position_ids" (int64), which restart in every
-        document, or are those of mrope, [3, 1, t] or [3, batch_size, s]; padding rows, if any, are zero everywhere,
-        loss_mask included. Then the result of :func:`planned_params`.
+        The same keys, each [1, t, ...], and "position_ids" (int64), which restart in every document, or are those of
+        mrope, [3, 1, t]; padding rows, if any, are zero everywhere, loss_mask included. Then the result of
+        :func:`planned_params`.
 
     Raises:
         ConfigError: as :func:`planned_params`; a tensor does not have the plan's tokens; or the batch brings its own
             mask, or positions in one dimension.
     """
-    params = planned_params(
-        plan,
-        rank,
-        qkv_format,
-        batch_size=batch_size,
-        rows_multiple=rows_multiple,
-        dropout_seed=dropout_seed,
-        pooled=pooled,
-    )
-    if batch.get("attention_mask") is not None:
-        raise ConfigError(
-            "the batch brings its own attention_mask; leave it out: the documents of the plan determine it"
-        )
+    params = planned_params(plan, rank, rows_multiple=rows_multiple, dropout_seed=dropout_seed, pooled=pooled)
+    _refuse(batch)
     total = params.linear.documents.tokens
     wholes = {}
     for name, value in batch.items():
         if value is None or name == "position_ids":
             continue
         whole = torch.as_tensor(value)
-        sequences = params.batch_size, total // params.batch_size
-        if whole.shape[:2] in ((1, total), sequences):
+        if whole.shape[:2] == (1, total):
             whole = whole.flatten(0, 1)
         elif not whole.dim() or len(whole) != total:
             raise ConfigError(
                 f"{name} has shape {list(whole.shape)}, but the plan has {total} tokens; valid: [{total}, ...] or "
-                f"[{sequences[0]}, {sequences[1]}, ...]"
+                f"[1, {total}, ...]"
             )
         wholes[name] = whole
 
-    def padded(rows: Tensor) -> Tensor:
-        by_sequence = rows.reshape(params.batch_size, params.linear_length, *rows.shape[1:])
-        return torch.nn.functional.pad(by_sequence, (0, 0) * (rows.dim() - 1) + (0, params.linear_padding))
+    if batch.get("position_ids") is not None:
+        wholes["position_ids"] = mrope_rows(batch["position_ids"], total)
 
-    rows = {name: padded(whole[params.linear_tokens(whole.device)]) for name, whole in wholes.items()}
-    device = next((x.device for x in rows.values()), torch.device("cpu"))
-    if batch.get("position_ids") is None:
-        rows["position_ids"] = padded(torch.from_numpy(params.linear.positions(rank)).to(device))
-    else:
-        whole = wholes["position_ids"] = mrope_rows(batch["position_ids"], total)
-        rows["position_ids"] = (
-            padded(whole[params.linear_tokens(whole.device)]).permute(2, 0, 1).contiguous().to(device)
-        )
+    def padded(rows: Tensor) -> Tensor:
+        return torch.nn.functional.pad(rows[None], (0, 0) * (rows.dim() - 1) + (0, params.linear_padding))
+
+    devices = [whole.device for whole in wholes.values()] or [torch.device("cpu")]
+    own = {device: torch.from_numpy(params.linear.tokens(rank)).to(device) for device in set(devices)}
+    rows = {name: padded(whole[own[whole.device]]) for name, whole in wholes.items()}
+    if "position_ids" in rows:
+        rows["position_ids"] = rows["position_ids"].permute(2, 0, 1).contiguous().to(devices[0])
         # Rows of attention are others where linear layers have a layout of their own.
-        attended = torch.from_numpy(params.layout.tokens(rank)).to(whole.device)
-        params.mrope_positions = whole[attended].T.contiguous()
+        attended = torch.from_numpy(params.layout.tokens(rank)).to(devices[-1])
+        params.mrope_positions = wholes["position_ids"][attended].T.contiguous()
+    else:
+        rows["position_ids"] = padded(torch.from_numpy(params.linear.positions(rank)).to(devices[0]))
     params.batch_digest = digest_of_batch(wholes) if batch_digest is None else batch_digest
     return rows, params
 
@@ -348,7 +276,7 @@ def planned_batch_from(
     2. ``position_ids`` that restart at 0 inside a row; not those of mrope.
     3. end-of-document tokens, if `eod` is given.
 
-    Without any, each row is a document. Sources on a device are copied to the host, in one copy that waits for it.
+    Without any, each row is a document. Sources on a device are copied to the host, which waits for it.
 
     Args:
         batch: tensors of the whole batch, the same on all context-parallel ranks, not yet cut: tokens (or input_ids),
@@ -376,7 +304,7 @@ def planned_batch_from(
             over tokens nor named in `pass_through`, or no plan can be built.
     """
     shape, suite = token_shape(batch), with_model_sizes(suite, config)
-    _refuse(batch, suite)
+    _refuse(batch)
     is_mrope = _check_mrope(batch.get("position_ids"), config)
     attentions = list(dict.fromkeys(layer_attentions(config, alibi=alibi)))
     documents = documents_of_batch(batch, shape, eod)
@@ -400,7 +328,7 @@ def planned_batch_from(
     return {**passed, **rows}, params
 
 
-def _refuse(batch: Mapping[str, Any], suite: SuiteSettings) -> None:
+def _refuse(batch: Mapping[str, Any]) -> None:
     mask = batch.get("attention_mask")
     if mask is not None:
         raise ConfigError(

@@ -18,7 +18,7 @@ from mindspeed_cp import AttentionConfig, ConfigError, Plan, context_parallel_at
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.engine.agreement import CallAgreement
 from mindspeed_cp.megatron.adaptors.attentions import attention_config, with_model_sizes
-from mindspeed_cp.megatron.adaptors.packed import PackedPlanner, params_of_equal_rows
+from mindspeed_cp.megatron.adaptors.packed import PackedPlanner
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 from mindspeed_cp.megatron.adaptors.rotary import PlannedRotary, UncutGroup
 from mindspeed_cp.megatron.adaptors.settings import check_deterministic, check_model_config
@@ -151,14 +151,6 @@ class PlannedAttention(MegatronModule):
             return self.cp_group
         return parallel_state.get_data_parallel_group(with_context_parallel=True)
 
-    def check_installed(self) -> None:
-        """Raise ConfigError if install_model was not called."""
-        if not self.installed:
-            raise ConfigError(
-                "this model was built with planned attention, but its positions are not set up; call "
-                "mindspeed_cp.megatron.install_model(model) once after building the model"
-            )
-
     def forward(
         self,
         query: Tensor,
@@ -172,8 +164,7 @@ class PlannedAttention(MegatronModule):
         """Compute the attention of one layer on this rank's rows.
 
         Args:
-            query: [s, b, heads, dim] or, for "thd", [t, heads, dim]; heads of this tensor-parallel rank, not yet
-                rotated.
+            query: [t, heads, dim], heads of this tensor-parallel rank, not yet rotated.
             key: the same with kv heads.
             value: the same with kv heads and its own dim. Where the plan lets latents travel, key is the one head of
                 channels that all heads share, and value the latent.
@@ -181,19 +172,17 @@ class PlannedAttention(MegatronModule):
             attn_mask_type: that of the constructor or None.
             attention_bias: None.
             packed_seq_params: result of planned_params. Or Megatron's plain PackedSeqParams, format "thd", for rows
-                of which a data loader has cut every sequence. May be None for "sbhd" if every rank holds the same
-                even number of rows of each sequence, cut as Megatron cuts it (length divisible by 2 * cp).
+                of which a data loader has cut every sequence.
 
         Returns:
-            [s, b, heads * dim_v] or [t, heads * dim_v].
+            [t, heads * dim_v].
 
         Raises:
             ConfigError: the batch does not fit the plan, the plan does not fit the model, an argument is not supported,
                 or ranks have different plans or batches.
         """
         self._refuse(attention_mask, attn_mask_type, attention_bias)
-        rows, batch_size = (len(query), None) if query.dim() == 3 else query.shape[:2]
-        params, plan = self.plan_of(rows, batch_size, packed_seq_params)
+        params, plan = self.plan_of(packed_seq_params)
         q, k, v = params.to_rows(query, "query"), params.to_rows(key, "key"), params.to_rows(value, "value")
         if self.rotary is not None and self.rotates:
             q, k = self.rotary.rotate(q, params), self.rotary.rotate(k, params)
@@ -234,19 +223,6 @@ class PlannedAttention(MegatronModule):
             self._agreement(params, hidden.device).check(
                 params.plans[0], hidden.dtype, batch_digest=params.batch_digest
             )
-
-    def params_without_plan(self, rows: int, batch_size: int) -> PlannedBatchParams:
-        """Return the parameters of a micro-batch that has none: whole sequences, cut as Megatron cuts them.
-
-        Args:
-            rows: of each sequence on this rank.
-            batch_size: number of sequences.
-
-        Raises:
-            ConfigError: rows do not say how the sequences were cut, or an algorithm has other tokens on this rank.
-        """
-        ranks, rank, options = self.cp_group.size(), self.cp_group.rank(), tuple(self.suite.options.items())
-        return params_of_equal_rows(rows, batch_size, ranks, rank, self.attention, self.suite.algorithm, options)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
         """Return the sinks for a distributed checkpoint, as Megatron's own core_attention stores them."""
@@ -301,7 +277,6 @@ class PlannedAttention(MegatronModule):
         return params.dropout_seed, self.number_in_model
 
     def _refuse(self, mask: Tensor | None, mask_type: AttnMaskType | None, bias: Tensor | None) -> None:
-        self.check_installed()
         if mask is not None:
             raise ConfigError(
                 f"attention_mask is a tensor of shape {list(mask.shape)}; valid: None, since the plan's documents say "
@@ -318,30 +293,27 @@ class PlannedAttention(MegatronModule):
                 "built"
             )
 
-    def plan_of(
-        self, rows: int, batch_size: int | None, given: PackedSeqParams | None
-    ) -> tuple[PlannedBatchParams, Plan]:
+    def plan_of(self, given: PackedSeqParams | None) -> tuple[PlannedBatchParams, Plan]:
         """Return the parameters of a call, checked against model and group, and the plan of this layer.
 
         Args:
-            rows: of this rank, of each sequence.
-            batch_size: number of sequences; None for packed rows.
             given: as for :meth:`forward`.
         """
-        if given is None and batch_size is not None:
-            params = self.params_without_plan(rows, batch_size)
-            return params, params.plans[0]
+        if not self.installed:
+            raise ConfigError(
+                "this model was built with planned attention, but its positions are not set up; call "
+                "mindspeed_cp.megatron.install_model(model) once after building the model"
+            )
         if isinstance(given, PackedSeqParams) and not isinstance(given, PlannedBatchParams):
             params = self.packed.planned(given, self.cp_group)
-            self.packed.check_rows(params, rows)
             packed_plan = params.plan_for(self.attention)
             assert packed_plan is not None  # self.packed makes one for this attention
             return params, packed_plan
-        if not isinstance(given, PlannedBatchParams) or given.plan is None:
+        if not isinstance(given, PlannedBatchParams):
             raise ConfigError(
                 f"packed_seq_params is {'a ' + type(given).__name__ if given is not None else None}, which has no "
-                "plan; valid: what mindspeed_cp.megatron.planned_params(plan, rank) returns, or Megatron's "
-                "PackedSeqParams with cu_seqlens_q"
+                "plan; valid: the parameters of mindspeed_cp.megatron.planned_batch_from or planned_batch, or "
+                "Megatron's PackedSeqParams with cu_seqlens_q"
             )
         group = self.group_of(given)
         ranks, rank = group.size(), group.rank()
@@ -359,11 +331,7 @@ class PlannedAttention(MegatronModule):
                 "with mindspeed_cp.megatron.attention_config(config), or, where layers differ, with all of "
                 "layer_attentions(config)"
             )
-        if (
-            given.qkv_format == "thd"
-            and self.config.pipeline_model_parallel_size > 1
-            and not self.config.variable_seq_lengths
-        ):
+        if self.config.pipeline_model_parallel_size > 1 and not self.config.variable_seq_lengths:
             raise ConfigError(
                 "variable_seq_lengths is False; valid with pipeline parallelism and packed rows: True, since "
                 "micro-batches differ in rows (Megatron then asks for moe_token_dispatcher_type='alltoall', experts "

@@ -22,10 +22,10 @@ CU_SEQLENS = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlen
 
 
 def to_host(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Copy integer tensors to the host, all of a device in one copy, which waits for the work before it.
+    """Copy integer tensors to the host, which waits for the work before it where they are on a device.
 
     Args:
-        tensors: by name; None is left out, and the same tensor under two names is copied once.
+        tensors: by name; None is left out.
 
     Raises:
         ConfigError: one of them has no integers.
@@ -34,18 +34,10 @@ def to_host(tensors: Mapping[str, Any]) -> dict[str, np.ndarray]:
     for name, tensor in given.items():
         if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool:
             raise ConfigError(f"{name} is {tensor.dtype}; valid: integers")
-    by_device: dict[torch.device, dict[int, Tensor]] = {}
-    for tensor in given.values():
-        by_device.setdefault(tensor.device, {})[id(tensor)] = tensor
-    arrays: dict[int, np.ndarray] = {}
-    for distinct in by_device.values():
-        flat = torch.cat([tensor.detach().reshape(-1).long() for tensor in distinct.values()]).cpu()
-        parts = flat.split([tensor.numel() for tensor in distinct.values()])
-        arrays |= {key: part.numpy() for key, part in zip(distinct, parts, strict=True)}
-    return {name: arrays[id(tensor)].reshape(tensor.shape) for name, tensor in given.items()}
+    return {name: tensor.detach().cpu().long().numpy() for name, tensor in given.items()}
 
 
-def documents_of_sequences(ends: Mapping[str, np.ndarray], mask: str) -> Documents:
+def documents_of_sequences(ends: Mapping[str, np.ndarray], mask: str = "causal") -> Documents:
     """Return the documents of packed sequences, padding included, without those of no token.
 
     Args:
@@ -135,9 +127,7 @@ CU_SEQLENS_KEYS = {
 TOKEN_KEYS = ("tokens", "input_ids")
 
 
-def documents_of_batch(
-    batch: Mapping[str, Any], shape: tuple[int, int] | None, eod: int | None, mask: str = "causal"
-) -> Documents:
+def documents_of_batch(batch: Mapping[str, Any], shape: tuple[int, int] | None, eod: int | None) -> Documents:
     """Return the documents of a whole batch, rows back to back, without those of no token.
 
     The first of these that the batch has says where documents end, and all that it has must agree: cu_seqlens,
@@ -148,7 +138,6 @@ def documents_of_batch(
         batch: the batch.
         shape: rows and tokens of each; None: the batch has no tensor over tokens, as in a middle pipeline stage.
         eod: number of the end-of-document token, or None.
-        mask: mask of the attention, "causal" or "full".
 
     Raises:
         ConfigError: sources differ, do not have the batch's tokens, or are invalid.
@@ -157,10 +146,10 @@ def documents_of_batch(
     sources: dict[str, Documents] = {}
     own = {key: arrays[key] for key in CU_SEQLENS_KEYS if key in arrays}
     if own:
-        sources[", ".join(own)] = _from_ends(own, shape, mask)
+        sources[", ".join(own)] = _from_ends(own, shape)
     params = {key: arrays[f"packed_seq_params.{key}"] for key in CU_SEQLENS if f"packed_seq_params.{key}" in arrays}
     if params:
-        sources["packed_seq_params"] = _from_ends(params, shape, mask)
+        sources["packed_seq_params"] = _from_ends(params, shape)
     if "position_ids" in arrays:
         if shape is not None and arrays["position_ids"].size != shape[0] * shape[1]:
             raise ConfigError(
@@ -240,12 +229,12 @@ def _refuse_unknown_ends(position_ids: Any) -> None:
         )
 
 
-def _from_ends(ends: Mapping[str, np.ndarray], shape: tuple[int, int] | None, mask: str) -> Documents:
+def _from_ends(ends: Mapping[str, np.ndarray], shape: tuple[int, int] | None) -> Documents:
     """Return the documents of cumulative lengths, of the whole batch or with a row for each row of it."""
     fields = _by_field(ends)
     rows = {len(array) if array.ndim == 2 else 1 for array in ends.values()}
     if rows == {1}:
-        return documents_of_sequences(fields, mask)
+        return documents_of_sequences(fields)
     if len(rows) > 1 or shape is None or rows != {shape[0]}:
         described = ", ".join(f"{key} {list(array.shape)}" for key, array in ends.items())
         raise ConfigError(
@@ -254,7 +243,7 @@ def _from_ends(ends: Mapping[str, np.ndarray], shape: tuple[int, int] | None, ma
         )
     lengths = []
     for row in range(shape[0]):
-        documents = documents_of_sequences({name: array[row] for name, array in fields.items()}, mask)
+        documents = documents_of_sequences({name: array[row] for name, array in fields.items()})
         if documents.tokens != shape[1]:
             raise ConfigError(
                 f"{', '.join(ends)}: row {row} ends at {documents.tokens} tokens; valid: {shape[1]}, the length of a "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import megatron.core
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import (
@@ -23,7 +22,7 @@ from mindspeed_cp.megatron.adaptors.core_attention import PlannedAttention
 from mindspeed_cp.megatron.adaptors.rotary import UncutGroup
 from mindspeed_cp.megatron.mindspeed_compat import without_rotation
 from mindspeed_cp.megatron.patches import versions
-from mindspeed_cp.megatron.patches.swap import replaced
+from mindspeed_cp.megatron.patches.compat import replaced
 
 
 def latent_projections(layer: Any, hidden_states: Tensor, splits_positions: bool) -> tuple[Tensor, ...]:
@@ -143,27 +142,18 @@ class PlannedMLASelfAttention(MLASelfAttention):
     ) -> tuple[Any, ...]:
         """Return query and key, not yet rotated, value, and the other results of Megatron.
 
-        Shapes are [s, b, heads, dim], for "thd" [t, heads, dim]. Where the plan lets latents travel, key is the one
-        head of channels that all heads share, and value the latent.
+        Shapes are [t, heads, dim]. Where the plan lets latents travel, key is the one head of channels that all heads
+        share, and value the latent.
 
         Raises:
             ConfigError: install_model was not called, Megatron generates, or latents travel and the up-projection is
                 of a kind that cannot be applied to them by readers.
         """
-        self.core_attention.check_installed()
         if inference_context is not None or others.get("inference_params") is not None:
             raise ConfigError(
                 "planned attention trains and evaluates only; generate with a model built from the original spec"
             )
-        if packed_seq_params is not None and packed_seq_params.qkv_format != "thd":
-            problem = versions.latent_rows(hidden_states.shape[1])
-            if problem is not None:
-                raise ConfigError(
-                    f"qkv_format is {packed_seq_params.qkv_format!r} with {hidden_states.shape[1]} sequences; valid in "
-                    f"megatron-core {megatron.core.__version__}: 'thd', since {problem}"
-                )
-        shards = self.core_attention.tp_group.size() if self.config.sequence_parallel else 1
-        _, plan = self.core_attention.plan_of(len(hidden_states) * shards, hidden_states.shape[1], packed_seq_params)
+        _, plan = self.core_attention.plan_of(packed_seq_params)
         if plan.attention.latent is not None:
             query, key, value, *rest = latent_projections(self, hidden_states, self._halves_positions())
         else:
@@ -171,8 +161,7 @@ class PlannedMLASelfAttention(MLASelfAttention):
             query, key, value, *rest = project(self, hidden_states, key_value_states, position_ids, None)
             if self._halves_positions():
                 key = _SumOfPositions.apply(key, self.config.qk_head_dim, self.core_attention.tp_group)
-        if packed_seq_params is not None and packed_seq_params.qkv_format == "thd":
-            query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         return (query, key, value) if versions.IS_0_12 else (query, key, value, *rest)
 
     def _run_core_attention(

@@ -11,8 +11,8 @@ curve looks wrong: 0.12 divides the gradients of each rank by another number, an
 versions divide them by context_parallel_size in addition.
 
 A number alone does not show which rule a loss follows: one that is divided, or multiplied by context_parallel_size, in
-the script may need none, or the other one. So losses are judged whose gradients say what they are: the plain sum over
-tokens, where every token's gradient is the loss scale, and the mean of a rank's tokens without a number.
+the script may need the other one. So the loss is judged whose gradients say what it is: the plain sum over tokens,
+where every token's gradient is the loss scale.
 """
 
 from __future__ import annotations
@@ -94,9 +94,8 @@ class LossKind(IntEnum):
 
     NONE = 0  # no token had a gradient
     SUM = 1  # of the tokens' losses
-    MEAN = 2  # of them, in every micro-batch, without a number of tokens
-    OTHER = 3  # weights, or a division of its own
-    UNKNOWN = 4  # the model returns no losses of tokens
+    OTHER = 2  # weights, or a division of its own
+    UNKNOWN = 3  # the model returns no losses of tokens
 
 
 def compare_token_counts(chunk: nn.Module, cp_group: Any) -> None:
@@ -138,13 +137,10 @@ def _comparing(finalize: Callable[..., Any], config: Any) -> Callable[..., Any]:
 
     @wraps(finalize)
     def compared(model: Sequence[nn.Module], num_tokens: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        if num_tokens is not None:
-            scale = getattr(config, "grad_scale_func", None)
-            for chunk in model:
-                losses = getattr(_stage_of(chunk), _LOSSES, None)
-                if losses is not None and losses.seen:
-                    unscaled = torch.ones((), device=num_tokens.device)
-                    losses.compare(num_tokens, 1.0 if scale is None else float(scale(unscaled)))
+        for chunk in () if num_tokens is None else model:
+            losses = getattr(_stage_of(chunk), _LOSSES, None)
+            if losses is not None and losses.seen:
+                losses.compare(num_tokens, getattr(config, "grad_scale_func", None))
         return finalize(model, num_tokens, *args, **kwargs)
 
     setattr(compared, _COMPARES, True)
@@ -164,9 +160,8 @@ class _Losses:
 
     def _clear(self) -> None:
         self.seen = False  # a micro-batch, since the last comparison
-        self.micro_batches = 0  # with losses of tokens
-        self.counts: list[Tensor] = []  # of each: tokens with a gradient
-        self.sizes: list[Tensor] = []  # of each: the smallest one that is not 0, the largest, and their sum
+        self.known = False  # one with losses of tokens
+        self.sizes: list[Tensor] = []  # of gradients: how many are not 0, the smallest one of these, and the largest
 
     def watch(self, output: Any) -> None:
         """Look at the gradients of a micro-batch.
@@ -178,56 +173,44 @@ class _Losses:
             return
         self.seen = True
         if isinstance(output, Tensor) and output.dim() == 2 and output.requires_grad:
-            self.micro_batches += 1
+            self.known = True
             output.register_hook(self._look)
 
     def _look(self, gradient: Tensor) -> None:
-        if gradient.numel() == 0:
-            return
-        size = gradient.detach().abs().float()
-        self.counts.append((size > 0).sum().to(torch.int32))
-        smallest = size.masked_fill(size == 0, float("inf")).min()
-        self.sizes.append(torch.stack([smallest, size.max(), size.sum()]))
+        if gradient.numel():
+            size = gradient.detach().abs().float()
+            smallest = size.masked_fill(size == 0, float("inf")).min()
+            self.sizes.append(torch.stack([size.count_nonzero(), smallest, size.max()]))
 
-    def compare(self, count: Tensor, scale: float) -> None:
+    def compare(self, count: Tensor, scaled: Callable[[Tensor], Tensor] | None) -> None:
         """Raise ConfigError, on all ranks of the group, if their counts do not fit their losses.
 
         Args:
             count: of a step, as the loss function returned it.
-            scale: of the loss.
+            scaled: multiplies a loss by the loss scale; None: there is none.
         """
-        ranks = self.cp_group.size()
-        counted, kind = self._kind(scale, without_count=not count.item())
+        factor = 1.0 if scaled is None else float(scaled(torch.ones((), device=count.device)))
+        counted, kind = self._kind(factor)
         own = torch.tensor([int(count), counted, kind], dtype=torch.int32, device=count.device)
-        gathered = [own]
-        if ranks > 1:
-            gathered = [torch.empty_like(own) for _ in range(ranks)]
-            dist.all_gather(gathered, own, group=self.cp_group)
+        gathered = [torch.empty_like(own) for _ in range(self.cp_group.size())]
+        dist.all_gather(gathered, own, group=self.cp_group)
         counts, counted_of, kinds = zip(*torch.stack(gathered).tolist(), strict=True)
         self._clear()
-        unknown = LossKind.UNKNOWN in kinds
-        self.judged = versions.SUMS_OVER_RANKS if unknown else any(kinds)
+        self.judged = versions.SUMS_OVER_RANKS if LossKind.UNKNOWN in kinds else any(kinds)
         replicas = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
         problem = problem_of_counts(counts, counted_of, kinds, versions.SUMS_OVER_RANKS, replicas)
         if problem is not None:
             raise ConfigError(problem)
 
-    def _kind(self, scale: float, *, without_count: bool) -> tuple[int, LossKind]:
-        """Return the number of tokens with a gradient, and what these are."""
-        if not self.micro_batches:
-            return 0, LossKind.UNKNOWN
-        counts = torch.stack(self.counts).tolist() if self.counts else []
-        if not any(counts):
-            return 0, LossKind.NONE
-        sizes = [size for size, n in zip(torch.stack(self.sizes).tolist(), counts, strict=True) if n]
-        # Two values of a loss function: Megatron's schedules multiply the first one by this, and the count is 0.
-        factor = scale * (self.cp_group.size() / self.micro_batches if without_count else 1.0)
+    def _kind(self, factor: float) -> tuple[int, LossKind]:
+        """Return the number of tokens with a gradient, and what these are where the loss is multiplied by a factor."""
+        sizes = [size for size in torch.stack(self.sizes).tolist() if size[0]] if self.sizes else []
+        if not sizes:
+            return 0, LossKind.NONE if self.known else LossKind.UNKNOWN
         kind = LossKind.OTHER
-        if all(isclose(edge, factor, rel_tol=_TOLERANCE) for size in sizes for edge in size[:2]):
+        if all(isclose(edge, factor, rel_tol=_TOLERANCE) for size in sizes for edge in size[1:]):
             kind = LossKind.SUM
-        elif without_count and all(isclose(size[2], factor, rel_tol=_TOLERANCE) for size in sizes):
-            kind = LossKind.MEAN
-        return sum(counts), kind
+        return int(sum(size[0] for size in sizes)), kind
 
 
 def problem_of_counts(
@@ -242,24 +225,23 @@ def problem_of_counts(
         megatron_sums: True if Megatron adds the counts up over context-parallel ranks.
         replicas: ranks whose gradients Megatron adds up: data-parallel times context-parallel ones.
     """
-    total, kind = sum(counted), max(kinds)
-    same = all(rank_kind in (kind, LossKind.NONE) for rank_kind in kinds)
+    total = sum(counted)
     if not any(counts):
-        if replicas > 1 and same and kind in (LossKind.SUM, LossKind.MEAN):
-            return (
-                f"the loss function returned the {LossKind(kind).name.lower()} of {total} tokens' losses without their "
-                "number (two values, or a number of 0); valid: three values, (sum of losses, number of tokens, "
-                "report), since with calculate_per_token_loss Megatron adds up the gradients of "
-                f"{replicas} ranks and divides them by that number alone; {_REMEDY}"
-            )
-        return None
-    split = same and kind == LossKind.SUM and list(counted) != [total] * len(counted)
+        if replicas == 1 or not total:
+            return None
+        return (
+            f"the loss function returned a loss of {total} tokens without their number (two values, or a number of 0); "
+            "valid: three values, (sum of losses, number of tokens, report), since with calculate_per_token_loss "
+            f"Megatron adds up the gradients of {replicas} ranks and divides them by that number alone; {_REMEDY}"
+        )
+    is_sum = LossKind.SUM in kinds and all(kind in (LossKind.SUM, LossKind.NONE) for kind in kinds)
+    split = is_sum and list(counted) != [total] * len(counted)
     if megatron_sums:
         if split and list(counts) == [total] * len(counts):
             return (
                 f"the loss function returned a count of {total} tokens on every context-parallel rank, the sum over "
-                f"them; valid: each rank's own ({_listed(counted)}), since Megatron adds these up, and would divide "
-                f"gradients by {len(counts)} times as many; {_REMEDY}"
+                f"them; valid: each rank's own ({', '.join(map(str, counted))}), since Megatron adds these up, and "
+                f"would divide gradients by {len(counts)} times as many; {_REMEDY}"
             )
         return None
     if len(set(counts)) == 1 and not (split and list(counts) == list(counted)):
@@ -270,11 +252,7 @@ def problem_of_counts(
         else "gradients by a part of them"
     )
     return (
-        f"the loss function returned counts of {_listed(counts)} tokens on the context-parallel ranks; valid in "
-        "Megatron 0.12: their sum on each, since it adds counts up over data-parallel ranks alone, and would divide "
-        f"{result}; {_REMEDY}"
+        f"the loss function returned counts of {', '.join(map(str, counts))} tokens on the context-parallel ranks; "
+        "valid in Megatron 0.12: their sum on each, since it adds counts up over data-parallel ranks alone, and would "
+        f"divide {result}; {_REMEDY}"
     )
-
-
-def _listed(counts: Sequence[int]) -> str:
-    return ", ".join(map(str, counts))

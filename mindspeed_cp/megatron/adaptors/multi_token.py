@@ -7,10 +7,8 @@ problem                                versions    patch
 =====================================  ==========  ==========================================
 roll_tensor takes ranks to hold        0.16-       it rolls by the plan of the micro-batch,
 Megatron's zig-zag of each document                  and counts the tokens of all ranks
-full recomputation saves               0.16, 0.17  parameters stay outside of what is saved,
-packed_seq_params as a tensor                        as in 0.18
-full recomputation fails over          0.18        the layer inside gets it from
-padding_mask, which it does not know                 packed_seq_params
+full recomputation saves               0.16, 0.17  parameters stay outside of what is saved
+packed_seq_params as a tensor
 process_mtp_loss weighs losses by the  0.17-       losses are weighed by the tokens of all
 tokens of each rank                                  ranks
 =====================================  ==========  ==========================================
@@ -39,7 +37,7 @@ from mindspeed_cp import ConfigError, context_parallel_roll
 from mindspeed_cp.megatron.adaptors.core_attention import PlannedAttention
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 from mindspeed_cp.megatron.adaptors.router import give_padding
-from mindspeed_cp.megatron.patches.swap import replaced
+from mindspeed_cp.megatron.patches.compat import replaced
 
 _LABELS = 4  # position among the arguments of GPTModel.forward
 _HAS_LOSS_FUNCTION = hasattr(multi_token_prediction, "process_mtp_loss")
@@ -61,7 +59,7 @@ class PlannedRolls:
         """Return the rows `shift` tokens later in the same document, 0 where it has none.
 
         Args:
-            tensor: [..., b, s], rows of this rank; rows of padding stay as they are, and so does a padding mask.
+            tensor: [..., 1, t], rows of this rank; rows of padding stay as they are, and so does a padding mask.
             shift: number of tokens.
             given: the micro-batch's packed_seq_params.
 
@@ -70,21 +68,19 @@ class PlannedRolls:
         """
         if tensor.dtype is torch.bool:  # a padding mask, under sequence parallelism of this rank's share
             return tensor
-        params = self._params(tensor, given)
-        length, padded = params.linear_length, params.linear_length + params.linear_padding
-        if tensor.dim() < 2 or list(tensor.shape[-2:]) != [params.batch_size, padded]:
+        params = self.params_of(given)
+        length, padded = params.linear_rows, params.linear_rows + params.linear_padding
+        if tensor.dim() < 2 or list(tensor.shape[-2:]) != [1, padded]:
             raise ConfigError(
                 f"multi-token prediction rolls a tensor of shape {list(tensor.shape)}, but rank {params.rank} of the "
-                f"plan has [{params.batch_size}, {padded}], rows of padding included; cut tokens, labels and loss_mask "
+                f"plan has [1, {padded}], rows of padding included; cut tokens, labels and loss_mask "
                 "with the same plan: planned_batch does"
             )
-        assert params.plan is not None
-        rows = tensor[..., :length].flatten(-2).movedim(-1, 0)
+        rows = tensor[..., 0, :length].movedim(-1, 0)
         rolled = context_parallel_roll(
             rows, params.plan, shift, self._core.cp_group, timeout=self._core.suite.timeout_seconds
         )
-        rolled = rolled.movedim(0, -1).reshape(*tensor.shape[:-1], length)
-        return torch.cat([rolled, tensor[..., length:]], -1)
+        return torch.cat([rolled.movedim(0, -1).unsqueeze(-2), tensor[..., length:]], -1)
 
     def total(self, values: Tensor) -> Tensor:
         """Sum values over all context-parallel ranks, in at least fp32: half precision rounds counts above 256."""
@@ -92,10 +88,6 @@ class PlannedRolls:
         if self.ranks > 1:
             dist.all_reduce(total, group=self._core.cp_group)
         return total
-
-    def rows_of_documents(self, like: Tensor, given: PackedSeqParams | None) -> Tensor:
-        """Return 1.0 for rows of documents and 0.0 for rows of padding, fp32 [b, s]."""
-        return (~self._params(like, given).padding_mask(like.device)).float()
 
     def before(self, model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Patch Megatron before the forward of a model.
@@ -120,9 +112,8 @@ class PlannedRolls:
         """Undo the patches, after the forward."""
         self._patches.close()
 
-    def _params(self, tensor: Tensor, given: PackedSeqParams | None) -> PlannedBatchParams:
-        if given is None:
-            return self._core.params_without_plan(tensor.shape[-1], tensor.shape[-2])
+    def params_of(self, given: PackedSeqParams | None) -> PlannedBatchParams:
+        """Return the parameters of a micro-batch with its plans, checked."""
         if isinstance(given, PlannedBatchParams):
             if given.pooled:
                 raise ConfigError(
@@ -136,7 +127,7 @@ class PlannedRolls:
                     "prediction takes one; set mtp_num_layers to None, or give each trajectory as a document of its own"
                 )
             return given
-        return self._core.packed.planned(given, self._core.cp_group)
+        return self._core.plan_of(given)[0]
 
 
 @contextmanager
@@ -149,8 +140,9 @@ def multi_token_by_plan(rolls: PlannedRolls) -> Iterator[None]:
         for module in (multi_token_prediction, gpt_model):
             if hasattr(module, "roll_tensor"):
                 stack.enter_context(replaced(module, "roll_tensor", roll))
-        recomputes = _recomputes(MultiTokenPredictionLayer._checkpointed_forward)
-        if recomputes is not None:
+        recomputation = MultiTokenPredictionLayer._checkpointed_forward
+        if "packed_seq_params" not in signature(recomputation).parameters:
+            recomputes = _saves_tensors_alone(recomputation)
             stack.enter_context(replaced(MultiTokenPredictionLayer, "_checkpointed_forward", recomputes))
         if _HAS_LOSS_FUNCTION:
             loss = _weighs_by_all_tokens(multi_token_prediction.process_mtp_loss, rolls)
@@ -175,22 +167,6 @@ def _roll_tensor(rolls: PlannedRolls, shares: int) -> Callable[..., tuple[Tensor
         return rolled, rolls.total(rolled).clamp(min=1) / shares
 
     return roll_tensor
-
-
-def _recomputes(original: Callable[..., Any]) -> Callable[..., Any] | None:
-    """Return a function for _checkpointed_forward, or None where Megatron's own works."""
-    accepted = signature(original).parameters
-    if "packed_seq_params" not in accepted:
-        return _saves_tensors_alone(original)
-    return None if "padding_mask" in accepted else _takes_padding_mask(original)
-
-
-def _takes_padding_mask(original: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(original)
-    def _checkpointed_forward(layer: Any, padding_mask: Any = None, **arguments: Any) -> Any:
-        return original(layer, **arguments)  # the layer inside gets the rows of padding from packed_seq_params
-
-    return _checkpointed_forward
 
 
 def _saves_tensors_alone(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -221,7 +197,7 @@ def _weighs_by_all_tokens(original: Callable[..., Tensor], rolls: PlannedRolls) 
         mask: Any = values.get("loss_mask")
         if values["labels"] is None and values.get("input_ids") is not None:
             tokens = values["input_ids"]
-            mask = rolls.rows_of_documents(tokens, given) if mask is None else mask
+            mask = (~rolls.params_of(given).padding_mask(tokens.device)).float() if mask is None else mask
             values["labels"], mask = rolls.roll(tokens, 1, given), rolls.roll(mask, 1, given)
         if values["labels"] is None:
             return original(**values)

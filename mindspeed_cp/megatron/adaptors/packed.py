@@ -1,19 +1,15 @@
-"""Micro-batches that a data loader has cut, without a plan: plain PackedSeqParams, or whole sequences of equal length.
+"""Micro-batches that a data loader has cut, without a plan: plain PackedSeqParams.
 
 Loaders of packed rows (Megatron's --sft, verl, ms-swift) cut every sequence into 2 * cp equal chunks, of which rank r
-holds chunks r and 2 * cp - 1 - r; plans are made from the cu_seqlens. Megatron cuts whole sequences in the same way.
-One of these that has documents inside is refused: attention would cross them without a word.
+holds chunks r and 2 * cp - 1 - r; plans are made from the cu_seqlens.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
@@ -92,8 +88,8 @@ class PackedPlanner:
         suite = self.suite
         if given.qkv_format != "thd":
             raise ConfigError(
-                f"packed_seq_params.qkv_format is {given.qkv_format!r}; valid without a plan: 'thd'; for other formats "
-                "pass planned_params(plan, rank, 'sbhd')"
+                f"packed_seq_params.qkv_format is {given.qkv_format!r}; valid: 'thd', or what planned_batch_from "
+                "returns, which packs all rows into one"
             )
         local = getattr(given, "local_cp_size", None)
         own_group = getattr(given, "cp_group", None)
@@ -111,23 +107,6 @@ class PackedPlanner:
             for attention in self.attentions
         ]
         return planned_params(plans, group.rank())
-
-    def check_rows(self, params: PlannedBatchParams, rows: int) -> None:
-        """Raise ConfigError unless this rank has as many rows as cu_seqlens give it."""
-        if rows == params.rows:
-            return
-        tokens, ranks = params.layout.documents.tokens, params.layout.ranks
-        beyond = (
-            "; rows behind the last sequence belong to no document: let it end with the row (the last entry of "
-            "cu_seqlens_q_padded), or leave such rows out of the batch"
-            if rows * ranks > tokens
-            else ""
-        )
-        raise ConfigError(
-            f"query has {rows} rows on rank {params.rank} of {ranks}, but cu_seqlens of packed_seq_params end at "
-            f"{tokens} tokens, {params.rows} of them on this rank; valid: the batch cut with the same cu_seqlens, "
-            f"or by planned_batch_from{beyond}"
-        )
 
     def check_positions(self, params: PlannedBatchParams, position_ids: Any) -> None:
         """Raise ConfigError if positions show that the row was cut as a whole, wherever documents end (Megatron's
@@ -171,82 +150,5 @@ def _state(given: PackedSeqParams) -> list[Any]:
 
 
 def _is_same(before: list[Any], now: list[Any]) -> bool:
-    """Return True if two states have the same objects; numbers and names compare by value."""
-    by_value = (int, str)
-    return all(
-        a is b or (isinstance(a, by_value) and isinstance(b, by_value) and a == b)
-        for a, b in zip(before, now, strict=True)
-    )
-
-
-@lru_cache(maxsize=8)
-def params_of_equal_rows(
-    rows: int,
-    batch_size: int,
-    ranks: int,
-    rank: int,
-    attention: AttentionConfig,
-    algorithm: str,
-    options: tuple[tuple[str, Any], ...],
-) -> PlannedBatchParams:
-    """Return the parameters of `batch_size` whole sequences as documents, of which each rank holds `rows` rows.
-
-    They are unambiguous only for Megatron's own slicing, two equal chunks of every sequence on every rank: an odd count
-    does not determine the length of the sequence, and an algorithm may need other tokens on this rank.
-    """
-    if ranks > 1 and rows % 2:
-        raise ConfigError(
-            f"query has {rows} rows of each sequence on rank {rank}, an odd number, and no plan; pass "
-            "packed_seq_params=planned_params(plan, rank, 'sbhd'), or use sequence lengths divisible by 2 * "
-            "context_parallel_size"
-        )
-    documents = Documents([rows * ranks] * batch_size)
-    plan = build_plan(documents, Topology(1, ranks), attention, algorithm, **dict(options))
-    if plan.linear_layout is not None or not plan.layout.same_as(zigzag(documents, ranks)):
-        raise ConfigError(
-            f"algorithm {algorithm!r} has other tokens on rank {rank} than Megatron's zig-zag of chunks, by which a "
-            "batch without a plan is cut; pass packed_seq_params=planned_params(plan, rank, 'sbhd') and cut the batch "
-            "with planned_batch, or use algorithm 'ring'"
-        )
-    return planned_params(plan, rank, "sbhd", batch_size=batch_size)
-
-
-_REMEDY = (
-    "pass packed_seq_params of a plan of the documents (mindspeed_cp.megatron.planned_batch, or get_batch of "
-    "mindspeed_cp.megatron.pretrain)"
-)
-
-#: Arguments of Megatron's training scripts that say that rows consist of documents.
-_DOCUMENT_FLAGS = ("reset_attention_mask", "reset_position_ids", "dataloader_inter_document_masking")
-
-
-def refuse_documents_without_plan(position_ids: Tensor | None, cp_group: Any) -> None:
-    """Raise ConfigError if anything says that a micro-batch without plan has documents inside its rows.
-
-    That are the arguments of Megatron's training script, if this process has any, and positions that differ from those
-    of whole rows, which every rank holds as two chunks, as Megatron cuts them.
-
-    Args:
-        position_ids: this rank's positions, [batch_size, rows]; None on later pipeline stages.
-        cp_group: the context-parallel group.
-    """
-    arguments = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
-    for flag in _DOCUMENT_FLAGS:
-        if getattr(arguments, flag, False):
-            raise ConfigError(
-                f"{flag} is True, but the micro-batch has no plan, without which attention would cross its documents; "
-                f"{_REMEDY}"
-            )
-    if position_ids is None or position_ids.dim() != 2 or not position_ids.shape[1]:
-        return
-    rows, ranks = position_ids.shape[1], cp_group.size()
-    if ranks > 1 and rows % 2:
-        return  # attention refuses it
-    whole_row = zigzag(Documents([rows * ranks]), ranks).positions(cp_group.rank())
-    expected = torch.from_numpy(whole_row).to(position_ids)
-    if not torch.equal(position_ids, expected.expand_as(position_ids)):
-        row, column = (position_ids != expected).nonzero()[0].tolist()
-        raise ConfigError(
-            f"position_ids[{row}, {column}] is {int(position_ids[row, column])} and would be {int(expected[column])} "
-            f"in a whole row, so that the row has documents or padding, but the micro-batch has no plan; {_REMEDY}"
-        )
+    """Return True if two states have the same objects and equal numbers."""
+    return all(a is b or (type(a) is type(b) is int and a == b) for a, b in zip(before, now, strict=True))

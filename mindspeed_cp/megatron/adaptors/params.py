@@ -36,7 +36,7 @@ class RotaryTripwire:
     rank = __getitem__ = __floordiv__ = size
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PlannedBatchParams(PackedSeqParams):
     """PackedSeqParams that carry one micro-batch's plan; Megatron hands them unchanged to every attention layer.
 
@@ -44,12 +44,10 @@ class PlannedBatchParams(PackedSeqParams):
     documents (cu_seqlens before sharding), as in Megatron.
 
     Attributes:
-        plan: plan of the rows.
-        plans: plans of the same rows, one for each different attention of the layers; `plan` is the first.
+        plans: plans of the rows, one for each different attention of the layers.
         rank: context-parallel rank of the rows; of a pooled plan, the rank in the pool.
         pooled: the plan is over the pool: the context-parallel ranks of all data-parallel replicas, replica by replica,
             which all hold a part of the same micro-batch.
-        batch_size: b of "sbhd"; 1 for "thd".
         rows_multiple: divisor of this rank's rows with padding.
         dropout_seed: seed of this micro-batch; with the number of a layer it decides which attention weights are
             dropped. None without dropout.
@@ -59,82 +57,70 @@ class PlannedBatchParams(PackedSeqParams):
         batch_digest: number of the whole micro-batch, which every call of attention compares over the ranks of the
             plan; None: only the plans are compared.
         attention_check: compares one layer's attention with the reference; None: not in this micro-batch.
-        token_indices: result of linear_tokens, by device.
         agreement: comparison of the plans with those of other ranks; None before the first.
     """
 
-    plan: Plan | None = None
-    plans: tuple[Plan, ...] = ()
-    rank: int = 0
+    plans: tuple[Plan, ...]
+    rank: int
     pooled: bool = False
-    batch_size: int = 1
     rows_multiple: int = 1
     dropout_seed: int | None = None
     mrope_positions: Tensor | None = field(default=None, repr=False, compare=False)
     batch_digest: int | None = None
     attention_check: AttentionCheck | None = field(default=None, repr=False, compare=False)
-    token_indices: dict[torch.device, Tensor] = field(default_factory=dict, repr=False, compare=False)
     tables: WeakKeyDictionary[Any, dict[Any, Any]] = field(default_factory=WeakKeyDictionary, repr=False, compare=False)
     agreement: CallAgreement | None = field(default=None, repr=False, compare=False)
 
     @property
+    def plan(self) -> Plan:
+        """The first plan."""
+        return self.plans[0]
+
+    @property
     def layout(self) -> Layout:
         """What attention layers hold, between their projections of q, k and v and that of the output."""
-        assert self.plan is not None
         return self.plan.layout
 
     @property
     def linear(self) -> Layout:
         """What all else of the model holds: the batch's tokens, embeddings, linear layers, labels."""
-        assert self.plan is not None
         return self.plan.batch_layout
 
     @property
     def rows(self) -> int:
-        """Rows of attention on this rank, over the whole batch, without padding."""
+        """Rows of attention on this rank, without padding."""
         return int(self.layout.token_counts[self.rank])
 
     @property
-    def length(self) -> int:
-        """Rows of attention of each of the b rows on this rank, without padding."""
-        return self.rows // self.batch_size
-
-    @property
     def padding(self) -> int:
-        """Rows added at the end of each of the b rows, outside every document: their attention output is zero. Not
-        needed for any document's length, only for `rows_multiple` and for a rank that holds no token: Megatron's own
-        attention cannot reshape a tensor without rows."""
-        return int(padding_rows(np.array(self.length), self.rows_multiple))
+        """Rows added at the end, outside every document: their attention output is zero. Not needed for any document's
+        length, only for `rows_multiple` and for a rank that holds no token: Megatron's own attention cannot reshape a
+        tensor without rows."""
+        return int(padding_rows(np.array(self.rows), self.rows_multiple))
 
     @property
-    def linear_length(self) -> int:
-        """`length` of linear layers."""
-        return int(self.linear.token_counts[self.rank]) // self.batch_size
+    def linear_rows(self) -> int:
+        """`rows` of linear layers."""
+        return int(self.linear.token_counts[self.rank])
 
     @property
     def linear_padding(self) -> int:
         """`padding` of linear layers."""
-        return int(padding_rows(np.array(self.linear_length), self.rows_multiple))
+        return int(padding_rows(np.array(self.linear_rows), self.rows_multiple))
 
     @property
     def positions(self) -> Tensor:
         """Position of each row of attention in its document, int64 [rows]."""
         return torch.from_numpy(self.layout.positions(self.rank))
 
-    def linear_tokens(self, device: torch.device) -> Tensor:
-        """Return the number in the micro-batch of each row of linear layers, int64; copied once to each device."""
-        if device not in self.token_indices:
-            self.token_indices[device] = torch.from_numpy(self.linear.tokens(self.rank)).to(device)
-        return self.token_indices[device]
-
     def padding_mask(self, device: torch.device | str | None = None) -> Tensor:
-        """Return True for rows of padding of linear layers, bool [batch_size, linear_length + linear_padding].
+        """Return True for rows of padding of linear layers, bool [1, linear_rows + linear_padding].
 
         The first pipeline stage of a GPTModel with experts takes it, so that its router counts real tokens only;
         :meth:`padding_arguments` has what any stage takes.
         """
-        rows = torch.arange(self.linear_length + self.linear_padding, device=device)
-        return (rows >= self.linear_length).expand(self.batch_size, -1).contiguous()
+        rows = torch.arange(self.linear_rows + self.linear_padding, device=device)
+        return (rows >= self.linear_rows)[None]
 
     def padding_arguments(self, model: nn.Module) -> dict[str, Tensor]:
         """Return {"padding_mask": mask} for the call of a model, or {} if it needs none::
@@ -166,32 +152,21 @@ class PlannedBatchParams(PackedSeqParams):
         return next((plan for plan in self.plans if computes_the_same(plan.attention, attention)), None)
 
     def to_rows(self, x: Tensor, name: str) -> Tensor:
-        """Convert [s, b, heads, dim], for "thd" [t, heads, dim], to the plan's rows [rows, heads, dim] without padding.
+        """Convert [t, heads, dim] to the plan's rows [rows, heads, dim] without padding.
 
         Raises:
             ConfigError: the shape is not that of this rank's rows.
         """
-        length = self.length
-        expected = [length + self.padding] if self.qkv_format == "thd" else [length + self.padding, self.batch_size]
-        if self.qkv_format == "sbhd" and self.batch_size == 1 and x.dim() == 3:
-            x = x.unsqueeze(1)  # Megatron 0.12 drops the dimension of one sequence
-        if list(x.shape[:-2]) != expected:
-            shape = ", ".join([*map(str, expected), "heads", "dim"])
+        if x.dim() != 3 or len(x) != self.rows + self.padding:
             raise ConfigError(
-                f"{name} has shape {list(x.shape)}, but in format {self.qkv_format!r} rank {self.rank} of the plan has "
-                f"[{shape}], {self.padding} rows of padding included; slice the batch with the same plan, rank and "
-                "options as its parameters: planned_batch does both"
+                f"{name} has shape {list(x.shape)}, but rank {self.rank} of the plan of {self.layout.documents.tokens} "
+                f"tokens has [{self.rows + self.padding}, heads, dim], {self.padding} rows of padding included; slice "
+                "the batch with the same plan, rank and options as its parameters: planned_batch does both; or let the "
+                "last sequence of cu_seqlens end with the row"
             )
-        if self.qkv_format == "thd":
-            return x[:length]
-        return x[:length].transpose(0, 1).reshape(self.rows, *x.shape[2:])
+        return x[: self.rows]
 
     def from_rows(self, x: Tensor) -> Tensor:
-        """Convert rows to Megatron's shape, [t, heads * dim] or [s, b, heads * dim]; padding is zero."""
-        if self.qkv_format == "thd":
-            out = x.flatten(1)
-        else:
-            out = x.reshape(self.batch_size, self.length, x.shape[1] * x.shape[2]).transpose(0, 1)
-        if self.padding:
-            out = torch.cat([out, out.new_zeros(self.padding, *out.shape[1:])])
-        return out
+        """Convert rows to Megatron's shape, [t, heads * dim]; padding is zero."""
+        out = x.flatten(1)
+        return torch.nn.functional.pad(out, (0, 0, 0, self.padding)) if self.padding else out

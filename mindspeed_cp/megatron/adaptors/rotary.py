@@ -178,14 +178,6 @@ class LatentRotary(PlannedRotary):
         halves = torch.cat((rotary[..., 0::2], rotary[..., 1::2]), dim=-1)
         return torch.cat((content, self.rotate_channels(halves, cos, sin), rest), dim=-1)
 
-    def is_like(self, other: LatentRotary) -> bool:
-        """Return True if both rotate equally, so that layers can share one, with its cos and sin."""
-        if self.channels != other.channels:
-            return False
-        angles, factor = self.angles(torch.arange(2))
-        other_angles, other_factor = other.angles(torch.arange(2))
-        return torch.equal(angles, other_angles) and factor == other_factor
-
 
 class MultimodalRotary(PlannedRotary):
     """PlannedRotary for position_embedding_type "mrope".
@@ -244,7 +236,7 @@ class MultimodalRotary(PlannedRotary):
 
         Args:
             params: parameters of the micro-batch.
-            position_ids: [3, batch_size, rows] of this rank, padding included, or None.
+            position_ids: [3, 1, rows] of this rank, padding included, or None.
 
         Raises:
             ConfigError: another shape, the micro-batch is one of trees, or attention has other rows than linear layers.
@@ -257,7 +249,7 @@ class MultimodalRotary(PlannedRotary):
             )
         if params.mrope_positions is not None or not isinstance(position_ids, Tensor) or position_ids.dim() != 3:
             return params  # the layers refuse a micro-batch without positions
-        expected = [POSITION_ROWS, params.batch_size, params.length + params.padding]
+        expected = [POSITION_ROWS, 1, params.rows + params.padding]
         if params.layout is not params.linear or list(position_ids.shape) != expected:
             raise ConfigError(
                 f"position_ids of the model has shape {list(position_ids.shape)}; valid with mrope: {expected}, of "
@@ -265,6 +257,6 @@ class MultimodalRotary(PlannedRotary):
                 "planned_batch_from cut them for every plan"
             )
         own = copy.copy(params)
-        own.mrope_positions = position_ids[..., : params.length].reshape(POSITION_ROWS, -1)
+        own.mrope_positions = position_ids[:, 0, : params.rows]
         own.tables = WeakKeyDictionary()  # cos and sin of these positions
         return own

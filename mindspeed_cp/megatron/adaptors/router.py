@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 from mindspeed_cp.megatron.mindspeed_compat import replaced_by
-from mindspeed_cp.megatron.patches.swap import replaced
+from mindspeed_cp.megatron.patches.compat import replaced
 
 
 class PlannedRouter(TopKRouter):

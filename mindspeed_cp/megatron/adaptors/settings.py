@@ -154,17 +154,16 @@ def check_deterministic(backend: str) -> None:
 
 def _check_layers(config: TransformerConfig, suite: SuiteSettings) -> None:
     """Raise ConfigError if layers attend differently and the algorithm places documents by how they do."""
-    hierarchical = suite.algorithm == "hierarchical"
-    if (hierarchical or suite.options.get("layout") == "balanced") and len(set(layer_attentions(config, 1, 0))) > 1:
-        key, value, other = (
-            ("algorithm", "hierarchical", "algorithm 'direct'")
-            if hierarchical
-            else ("layout", "balanced", "layout 'zigzag'")
-        )
+    key, other = "layout 'balanced'", "layout 'zigzag'"
+    if suite.algorithm == "hierarchical":
+        key, other = "algorithm 'hierarchical'", "algorithm 'direct'"
+    elif suite.options.get("layout") != "balanced":
+        return
+    if len(set(layer_attentions(config, 1, 0))) > 1:
         raise ConfigError(
-            f"window_attn_skip_freq is {config.window_attn_skip_freq!r}; valid with context_parallel_suite.{key} "
-            f"{value!r}: None, since documents are placed by the work of a layer, and all layers hold the same rows; "
-            f"or use {other}"
+            f"window_attn_skip_freq is {config.window_attn_skip_freq!r}; valid with context_parallel_suite.{key}: "
+            "None, since documents are placed by the work of a layer, and all layers hold the same rows; or use "
+            f"{other}"
         )
 
 
@@ -175,13 +174,6 @@ def rows_multiple(config: TransformerConfig) -> int:
     of their GEMM (``get_fp8_align_size`` and ``get_fp4_align_size`` of Megatron).
     """
     shares = config.tensor_model_parallel_size if config.sequence_parallel else 1
-    return shares * _rows_of_gemm_block(config)
-
-
-def _rows_of_gemm_block(config: TransformerConfig) -> int:
-    """Return the divisor of the rows that a linear layer takes in the precision of the settings."""
-    if getattr(config, "fp4", None):
-        return 32
-    if config.fp8:
-        return 32 if config.fp8_recipe == "mxfp8" else 16
-    return 1
+    if getattr(config, "fp4", None) or (config.fp8 and config.fp8_recipe == "mxfp8"):
+        return 32 * shares
+    return 16 * shares if config.fp8 else shares

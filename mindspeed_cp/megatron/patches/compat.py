@@ -15,25 +15,6 @@ cp_comm_type as a list: IndexError     0.16        not patched: check_model_conf
                                                    lists, one algorithm serves all layers
 =====================================  ==========  ==========================================
 
-Solved without a patch by the modules that `install` and `local_spec` put into the spec:
-
-=====================================  ==========  ==========================================
-MLA whose key/value projection is      0.16-0.19   PlannedMLASelfAttention sums the gradient
-split over tensor-parallel ranks: the                of the channels that all heads share
-gradient of shared key channels is
-that of the rank's own heads
-auxiliary and z-loss of experts are    0.16-0.18   PlannedRouter counts tokens, and weighs
-divided by the ranks that share a                    every rank's share by all of them
-micro-batch; tokens are taken to be
-equally many on them                   all
-experts that are not spread, under     0.16        DrawnExperts marks them as experts
-tensor parallelism: gradients are not
-summed over its ranks
-values of packed rows in MLA are made  0.19        PlannedMLASelfAttention does not
-as wide as keys
-norms refuse sequence parallelism      all         LocalNorm
-=====================================  ==========  ==========================================
-
 Functions that 0.17 and later changed are not used: get_batch_on_this_cp_rank and the other batch helpers (other
 arguments, or gone, from 0.18), Megatron's rotary slicing, and pg_collection.hcp (absent when unset).
 """
@@ -50,7 +31,25 @@ import megatron.core
 import torch
 
 from mindspeed_cp.megatron.patches.imports import check_version, parse_version
-from mindspeed_cp.megatron.patches.swap import ABSENT, replaced
+
+ABSENT = object()
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Set `owner.name` to `value` within the block, and restore or delete it afterwards, errors included.
+
+    An attribute that the owner inherits is inherited again afterwards.
+    """
+    before = vars(owner).get(name, ABSENT)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
 
 
 def _converts_cpu_tensors(original: Callable[..., Any]) -> Callable[..., Any]:

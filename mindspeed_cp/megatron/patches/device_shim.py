@@ -7,7 +7,6 @@ replacements run only where a tensor is made or moved, or asked for its type; op
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import wraps
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._device import _device_constructors
 
-from mindspeed_cp.megatron.patches.swap import replaced
+from mindspeed_cp.megatron.patches.compat import replaced
 
 #: Functions of torch that take the keyword `device`; Megatron-core makes all its tensors by them.
 _FACTORIES = (
@@ -148,32 +147,24 @@ def megatron_on_cpu() -> Iterator[None]:
         with megatron_on_cpu(), megatron_compat():
             initialize_model_parallel(context_parallel_size=2)
             ...
-
-    Raises:
-        RuntimeError: entered in another thread than the main one.
     """
     present: Any = torch.cuda.Stream
     if present is _Stream:
         yield
         return
-    with _redirected(_CPU, "megatron_on_cpu", _cpu_functions()):
+    with _redirected(_CPU, _cpu_functions()):
         yield
 
 
 @contextmanager
 def megatron_on_npu(device: torch.device) -> Iterator[None]:
-    """Run what Megatron-core asks of CUDA on an NPU.
+    """Run what Megatron-core asks of CUDA on an NPU, as :func:`megatron_on_cpu` does on the CPU.
 
-    No Megatron module is changed. Two things are, for the whole process, and both are undone on exit, errors included:
-    functions of torch that make or move tensors take `device` for a CUDA device, and functions of torch.cuda that
-    Megatron calls by attribute are those of torch.npu. Programs that use
-    ``torch_npu.contrib.transfer_to_npu``, which does the same for the whole process and for good, do not need it.
+    Functions of torch.cuda are those of torch.npu. Programs that use ``torch_npu.contrib.transfer_to_npu``, which does
+    the same for the whole process and for good, do not need it.
 
     Args:
         device: "npu" with its number; torch_npu is imported, and the device set.
-
-    Raises:
-        RuntimeError: entered in another thread than the main one.
     """
     npu: Any = torch.npu  # type: ignore[attr-defined]
     cuda = torch.cuda
@@ -183,7 +174,7 @@ def megatron_on_npu(device: torch.device) -> Iterator[None]:
         (cuda.random, "get_rng_state", _on_npu(npu, "get_rng_state", device)),
         (cuda, "default_generators", npu.default_generators),
     ]
-    with _redirected(device, "megatron_on_npu", functions):
+    with _redirected(device, functions):
         yield
 
 
@@ -196,13 +187,8 @@ def _on_npu(npu: Any, name: str, device: torch.device) -> Any:
 
 
 @contextmanager
-def _redirected(device: torch.device, caller: str, functions: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
+def _redirected(device: torch.device, functions: Iterable[tuple[Any, str, Any]]) -> Iterator[None]:
     """Replace functions (module, name, value) and CUDA devices within the block."""
-    if threading.current_thread() is not threading.main_thread():
-        raise RuntimeError(
-            f"{caller} was entered in a side thread, and holds for the whole process; enter it in the main thread, "
-            "around the whole training"
-        )
     with ExitStack() as stack:
         queue = (torch.cuda, "_queued_calls", ImmediateQueue())
         for owner, name, value in (*functions, queue, *redirected_functions(device)):

@@ -29,9 +29,8 @@ from typing import Any
 import torch
 from torch.utils.data._utils import pin_memory
 
-from mindspeed_cp.megatron.patches.compat import megatron_compat
+from mindspeed_cp.megatron.patches.compat import megatron_compat, replaced
 from mindspeed_cp.megatron.patches.device_shim import megatron_on_cpu
-from mindspeed_cp.megatron.patches.swap import replaced
 
 #: Modules of Megatron-core that import Triton, and nothing but an option that planned attention refuses calls.
 _TRITON_MODULES = ("megatron.core.transformer.custom_layers.batch_invariant_kernels",)

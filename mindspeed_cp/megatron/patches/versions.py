@@ -1,12 +1,7 @@
 """What Megatron-core 0.12 does otherwise than 0.16 and later, as functions and values that both have.
 
-What is patched in Megatron itself is in :mod:`mindspeed_cp.megatron.patches.compat`. A new version needs, in order:
-
-1. a row of requirements/versions.json, for ``make test-versions``;
-2. its number in ``versions`` of docs/megatron_arguments.yaml, and ``python -m tools.megatron_arguments`` in its
-   environment, which lists there the arguments that nobody has looked at;
-3. a patch in compat.py or adaptors/multi_token.py for what fails, and a function in this file for what has another
-   signature.
+What is patched in Megatron itself is in :mod:`mindspeed_cp.megatron.patches.compat`; docs/megatron.md says what a new
+version needs.
 """
 
 from __future__ import annotations
@@ -50,13 +45,6 @@ def draw_expert(config: Any, submodules: Any, groups: Any) -> None:
     """Draw the initial weights of one expert, and discard it."""
     named = {} if IS_0_12 else {"ffn_hidden_size": config.ffn_hidden_size, "tp_group": groups.expt_tp}
     MLP(config, submodules, is_expert=True, **named)
-
-
-def latent_rows(batch_size: int) -> str | None:
-    """Return why multi-latent attention cannot have so many sequences of the format "sbhd" with parameters, or None."""
-    if batch_size == 1 or not IS_0_12:
-        return None
-    return "its multi-latent attention joins the sequences of a batch that has packed_seq_params, whatever their format"
 
 
 def counted_tokens(count: Tensor) -> Tensor:

@@ -26,20 +26,10 @@ from mindspeed_cp.megatron.adaptors.attentions import launch_settings
 from mindspeed_cp.megatron.adaptors.core_attention import PlannedAttention
 from mindspeed_cp.megatron.adaptors.model import install_model
 from mindspeed_cp.megatron.adaptors.spec import install, local_mtp_spec, local_spec, stage_arguments
-from mindspeed_cp.megatron.patches.swap import replaced
+from mindspeed_cp.megatron.patches.compat import replaced
 from mindspeed_cp.megatron.pretrain.options import suite_of
 
 _virtual_stage: ContextVar[int | None] = ContextVar("virtual pipeline stage of the model that is built", default=None)
-
-
-@contextmanager
-def building_virtual_stage(stage: int | None) -> Iterator[None]:
-    """Let :class:`PlannedLayers` give the layers of this virtual pipeline stage inside this block."""
-    token = _virtual_stage.set(stage)
-    try:
-        yield
-    finally:
-        _virtual_stage.reset(token)
 
 
 class PlannedLayers(TransformerBlockSubmodules):
@@ -106,8 +96,8 @@ class PlannedLayers(TransformerBlockSubmodules):
 def planned_layers(config: TransformerConfig, args: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
     """Return the layers of a pipeline stage with planned attention."""
     suite = suite_of(args)
-    if pipelined(args):
-        config.variable_seq_lengths = True
+    if args.pipeline_model_parallel_size > 1:
+        config.variable_seq_lengths = True  # stages exchange rows, whose number differs between micro-batches
     if args.transformer_impl == "local":
         block = local_spec(config, vp_stage)
     else:
@@ -141,11 +131,6 @@ def mtp_block_spec(config: TransformerConfig, args: Any, vp_stage: int | None = 
     return get_gpt_mtp_block_spec(config, decoder, use_transformer_engine=True, **stage)
 
 
-def pipelined(args: Any) -> bool:
-    """Return True if stages exchange rows, whose number differs between micro-batches."""
-    return bool(args.pipeline_model_parallel_size > 1)
-
-
 def _args() -> Any:
     from megatron.training import get_args
 
@@ -164,32 +149,28 @@ def transformer_config_of(args: Any) -> TransformerConfig:
 
 
 def print_banner(models: Sequence[nn.Module], args: Namespace, suite: SuiteSettings) -> None:
-    """Print a :func:`banner`, and the command that models this launch, on the first rank of all."""
-    if dist.is_initialized() and dist.get_rank():
-        return
-    parallel: dict[str, int | str] = {"context_parallel_size": suite.context_parallel_size, "nodes": suite.nodes}
-    if suite.cluster is not None:
-        parallel["cluster"] = shlex.quote(suite.cluster)
-    sizes = launch_settings(transformer_config_of(args)) | parallel
-    words = " ".join(f"--set {key}={value}" for key, value in sizes.items())
-    print(banner(models, args, suite))
-    print(f"mindspeed-cp: modelled by: mindspeed-cp simulate --lengths LENGTHS {words}", flush=True)
-
-
-def banner(models: Sequence[nn.Module], args: Namespace, suite: SuiteSettings) -> str:
-    """Return a line of the algorithm, the attention of the layers of the first pipeline stage, and where documents end.
+    """Print on the first rank the algorithm, the attention of the first pipeline stage's layers, and where documents
+    end; then the command that models this launch.
 
     Args:
         models: the model of the first pipeline stage, or its virtual stages.
         args: Megatron's arguments.
         suite: the settings that all layers have.
     """
+    if dist.is_initialized() and dist.get_rank():
+        return
     modules = (module for model in models for module in model.modules())
     layers = Counter(_attention_words(x.attention) for x in modules if isinstance(x, PlannedAttention))
     options = "".join(f", {name} {value}" for name, value in suite.options.items())
     parts = [f"mindspeed-cp: {suite.algorithm}{options} over {suite.context_parallel_size} context-parallel ranks"]
     parts += [f"{count} layer{'s' if count > 1 else ''}: {words}" for words, count in layers.items()]
-    return "; ".join([*parts, f"documents: {_document_words(args)}"])
+    print("; ".join([*parts, f"documents: {_document_words(args)}"]))
+    parallel: dict[str, int | str] = {"context_parallel_size": suite.context_parallel_size, "nodes": suite.nodes}
+    if suite.cluster is not None:
+        parallel["cluster"] = shlex.quote(suite.cluster)
+    sizes = launch_settings(transformer_config_of(args)) | parallel
+    words = " ".join(f"--set {key}={value}" for key, value in sizes.items())
+    print(f"mindspeed-cp: modelled by: mindspeed-cp simulate --lengths LENGTHS {words}", flush=True)
 
 
 def _attention_words(attention: AttentionConfig) -> str:
@@ -235,24 +216,25 @@ def wrap_model_provider(model_provider: Callable[..., ModelT]) -> Callable[..., 
     built: list[nn.Module] = []  # virtual stages, until they are all there
 
     def provider(*args: Any, **kwargs: Any) -> ModelT:
-        from megatron.training import get_args
-
-        arguments = get_args()
+        arguments = _args()
         suite = suite_of(arguments)
         if arguments.spec is None:
             arguments.spec = list(SPEC)
-        if pipelined(arguments):
+        if arguments.pipeline_model_parallel_size > 1:
             arguments.variable_seq_lengths = True
-        with building_virtual_stage(kwargs.get("vp_stage")), _builder_of_later_layers(arguments):
-            try:
+        stage = _virtual_stage.set(kwargs.get("vp_stage"))
+        try:
+            with _builder_of_later_layers(arguments):
                 model = model_provider(*args, **kwargs)
-            except AssertionError as error:
-                if "Context parallelism is only supported by" not in str(error):
-                    raise
-                raise ConfigError(
-                    f"the layers have Megatron's core attention ({error}); valid: planned attention in every layer: "
-                    f"--spec {' '.join(SPEC)}, or install(spec, suite_of(args)) where the script makes its own spec"
-                ) from None
+        except AssertionError as error:
+            if "Context parallelism is only supported by" not in str(error):
+                raise
+            raise ConfigError(
+                f"the layers have Megatron's core attention ({error}); valid: planned attention in every layer: "
+                f"--spec {' '.join(SPEC)}, or install(spec, suite_of(args)) where the script makes its own spec"
+            ) from None
+        finally:
+            _virtual_stage.reset(stage)
         install_model(model)
         built.append(model)
         if len(built) == (getattr(arguments, "virtual_pipeline_model_parallel_size", None) or 1):
@@ -286,9 +268,7 @@ def _builder_of_later_layers(args: Any) -> Iterator[None]:
 
 def pre_wrap_hook(models: list[ModelT]) -> list[ModelT]:
     """Set up the models of all virtual stages: ``model_cfg.pre_wrap_hooks.append(pre_wrap_hook)`` in 0.19."""
-    from megatron.training import get_args
-
-    args = get_args()
+    args = _args()
     suite = suite_of(args)
     install_model(models)
     print_banner(models, args, suite)

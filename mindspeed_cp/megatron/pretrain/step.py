@@ -82,7 +82,9 @@ def forward_step(data_iterator: Any, model: nn.Module, return_schedule_plan: boo
             "return_schedule_plan is True; valid: False, since a schedule of half layers carries no plan; leave out "
             "--overlap-moe-expert-parallel-comm"
         )
-    timers, straggler_timer = get_timers(), _straggler_timer()
+    timers = get_timers()
+    # Megatron's one detector of slow ranks; to construct it again would switch it off.
+    straggler_timer = getattr(StragglerDetector, "_instance", None) or StragglerDetector()
     timers("batch-generator", log_level=2).start()
     with straggler_timer(bdata=True):
         batch, params = get_batch(data_iterator, get_model_config(model), training=model.training)
@@ -100,11 +102,6 @@ def forward_step(data_iterator: Any, model: nn.Module, return_schedule_plan: boo
             **({"loss_mask": batch["loss_mask"]} if get_model_config(model).mtp_num_layers else {}),
         )
     return losses, partial(loss_func, batch["loss_mask"], model=model)
-
-
-def _straggler_timer() -> Any:
-    """Return Megatron's one detector of slow ranks; to construct it again would switch it off."""
-    return getattr(StragglerDetector, "_instance", None) or StragglerDetector()
 
 
 def _count_operations(params: PlannedBatchParams, args: Any) -> None:

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from mindspeed_cp.megatron import mindspeed_compat
-from mindspeed_cp.megatron.patches.swap import replaced
+from mindspeed_cp.megatron.patches.compat import replaced
 
 FOLDER = Path(__file__).parent
 

@@ -16,9 +16,8 @@ def parse() -> Namespace:
     for name, default in (("cp-window-size", 1), ("pre-tockens", 65536), ("next-tockens", 0), ("sparse-mode", 0)):
         parser.add_argument(f"--{name}", type=int, default=default)
     for name in (
-        *("use-cp-send-recv-overlap", "use-fused-ring-attention-update", "tp-2d", "unaligned-linear"),
-        *("use-fused-rotary-pos-emb", "use-fused-rmsnorm", "use-fused-swiglu", "reset-attention-mask"),
-        *("multi-latent-attention", "moe-fb-overlap"),
+        *("use-cp-send-recv-overlap", "use-fused-ring-attention-update", "multi-latent-attention", "moe-fb-overlap"),
+        *("use-fused-rotary-pos-emb", "use-fused-rmsnorm", "use-fused-swiglu"),
     ):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("--context-parallel-size", type=int, default=1)

@@ -17,7 +17,6 @@ def patch_always() -> None:
     from mindspeed.core.megatron_basic import arguments_basic
     from mindspeed.core.megatron_basic.megatron_basic import PTNorm
     from mindspeed.core.optimizer.fix_duplicate_allgather import get_megatron_optimizer_wrapper
-    from mindspeed.features_manager.transformer.module_rearrange import mcore_model_rearrange as rearrange
 
     config = f"{TRANSFORMER}.transformer_config"
     replace(f"{config}.TransformerConfig.__init__", arguments_basic.config_init_wrapper)
@@ -30,8 +29,6 @@ def patch_always() -> None:
     replace(f"{CORE}.fusions.fused_bias_swiglu.BiasSwiGLUFunction", fused_bias_swiglu.BiasSwiGLUFunction)
     replace(f"{ROPE}._apply_rotary_pos_emb_bshd", fused_rope.apply_rotary_pos_emb_bshd)
     replace(f"{ROPE}.apply_rotary_pos_emb", fused_rope.apply_rotary_pos_emb)
-    replace(f"{TRANSFORMER}.attention.SelfAttention.__init__", rearrange.self_attention_init_wrapper)
-    replace(f"{TRANSFORMER}.module.MegatronModule.__init__", rearrange.megatron_module_init_wrapper)
 
 
 def patch_context_parallelism() -> None:
@@ -44,21 +41,6 @@ def patch_context_parallelism() -> None:
     replace(f"{ROTARY}.get_pos_emb_on_this_cp_rank", rotary_pos_embedding_utils.get_pos_emb_on_this_cp_rank)
 
 
-def patch_end_of_document() -> None:
-    from mindspeed.core.transformer.flash_attention.reset_attention_mask import adaptor
-
-    replace(f"{TRANSFORMER}.attention.Attention.forward", adaptor.attention_forward)
-    replace(f"{CORE}.models.gpt.gpt_model.GPTModel.forward", adaptor.gpt_forward_wrapper)
-    replace(f"{CORE}.pipeline_parallel.p2p_communication._p2p_ops", adaptor.p2p_ops_eod)
-    replace(f"{ROTARY}.RotaryEmbedding.forward", adaptor.rotary_forward)
-    replace(f"{ROTARY}.RotaryEmbedding.get_rotary_seq_len", adaptor.get_rotary_seq_len)
-
-
-if ARGS.tp_2d:  # before the wrapper of the same method that is always there, as in MindSpeed
-    from mindspeed.core.tensor_parallel.tp_2d import MindSpeedRotaryEmbedding2D, self_attention_init_wrapper
-
-    replace(f"{TRANSFORMER}.attention.SelfAttention.__init__", self_attention_init_wrapper)
-    replace(f"{ROTARY}.RotaryEmbedding", MindSpeedRotaryEmbedding2D)
 patch_always()
 if ARGS.context_parallel_size > 1:
     patch_context_parallelism()
@@ -73,9 +55,3 @@ if ARGS.recompute_method == "block":
         f"{TRANSFORMER}.transformer_block.TransformerBlock._checkpointed_forward",
         transformer_block_checkpointed_forward,
     )
-if ARGS.reset_attention_mask:
-    patch_end_of_document()
-if ARGS.unaligned_linear:
-    from mindspeed.core.transformer.attention import attention_init_wrapper
-
-    replace(f"{TRANSFORMER}.attention.Attention.__init__", attention_init_wrapper)
