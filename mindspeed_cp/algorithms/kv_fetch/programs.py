@@ -19,6 +19,7 @@ block are kept for the steps in which the last of them travel.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -98,17 +99,11 @@ def direct_fetch_programs(
             not used. Rounds that bring nothing to any rank are left out.
         prefetch: rounds in flight while one is computed, 1 or more; slots are one more.
     """
-
-    def select(dst: np.ndarray, src: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Leave out what a rank has itself; sort by target and round."""
-        keep = np.flatnonzero(src != dst)
-        number = round_of[(dst - src)[keep]]  # of a negative offset: counted from the end
-        key = dst[keep] * (int(number.max(initial=0)) + 1) + number
-        order = np.argsort(key.astype(np.min_scalar_type(int(key.max(initial=0)))), kind="stable")  # by radix
-        return keep[order], number[order]
-
-    fetches = KvOwners.of(keys).fetch_list(needed_tokens(queries, keys, attention), select=select)
-    return programs_of_rounds(queries, keys, attention, fetches.packed(), prefetch)
+    fetches = KvOwners.of(keys).fetch_list(needed_tokens(queries, keys, attention))
+    fetches = fetches[fetches.src != fetches.dst]
+    number = round_of[fetches.dst - fetches.src]  # of a negative offset: counted from the end
+    order = np.argsort(fetches.dst * (int(number.max(initial=0)) + 1) + number, kind="stable")
+    return programs_of_rounds(queries, keys, attention, replace(fetches, stage=number)[order].packed(), prefetch)
 
 
 def programs_of_rounds(
