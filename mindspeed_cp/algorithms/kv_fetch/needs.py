@@ -1,4 +1,4 @@
-"""Keys and values that every rank needs, where they are, and the messages that bring them.
+"""Keys and values that every rank needs, and where they are.
 
 All ranks are computed at once, without loops.
 """
@@ -11,10 +11,9 @@ from functools import cached_property
 
 import numpy as np
 
-from mindspeed_cp.layout import TOKEN_SPAN, Layout, intersect_runs, join_runs, union_of_runs
-from mindspeed_cp.layout.runs import concatenate_records, group_starts
+from mindspeed_cp.layout import TOKEN_SPAN, Layout, intersect_runs, union_of_runs
+from mindspeed_cp.layout.runs import group_starts
 from mindspeed_cp.plan.problem import AttentionConfig
-from mindspeed_cp.plan.records import MESSAGE, ROW_RUN, Messages
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,51 +225,3 @@ def nodes_apart(layout: Layout, per_node: int, doc: np.ndarray, src: np.ndarray,
     count = np.maximum(np.searchsorted(held, (doc + 1) * nodes) - first, 1)
     place = [np.searchsorted(held, doc * nodes + node) - first for node in (src, dst)]
     return (place[1] - place[0]) % count
-
-
-def messages_of(fetches: KvFetches, src_slot: np.ndarray, dst_slot: np.ndarray) -> tuple[Messages, np.ndarray]:
-    """Return one message for every stage, source and target, without steps, and the stage of each message.
-
-    Rows that are consecutive on both sides are one run.
-
-    Args:
-        fetches: those of one (stage, dst) lie side by side in the order of their dst_row.
-        src_slot, dst_slot: slots of each stage, int64 [stages].
-    """
-    if not len(fetches):
-        return Messages.empty(), np.zeros(0, np.int64)
-    slot = np.zeros(len(fetches), np.int64)  # number of the (stage, dst)
-    slot[fetches.slot_begins[1:]] = 1
-    key = np.cumsum(slot) * (int(fetches.src.max()) + 1) + fetches.src
-    order = np.argsort(key, kind="stable")
-    key = key[order]
-    runs = np.empty(len(fetches), ROW_RUN)
-    runs["src_row"], runs["dst_row"], runs["rows"] = (
-        column[order] for column in (fetches.src_row, fetches.dst_row, fetches.rows)
-    )
-    first = group_starts(key)
-    breaks = np.zeros(len(runs), bool)
-    breaks[first] = True
-    joined, joined_from = join_runs(runs, ("src_row", "dst_row"), breaks)
-    items = np.empty(len(first), MESSAGE)
-    fetch = order[first]
-    stage = fetches.stage[fetch]
-    items["src"], items["dst"] = fetches.src[fetch], fetches.dst[fetch]
-    items["src_slot"], items["dst_slot"] = src_slot[stage], dst_slot[stage]
-    items["first"] = np.searchsorted(joined_from, first)
-    items["count"] = np.diff(np.append(items["first"], len(joined)))
-    items["rows"] = np.add.reduceat(runs["rows"], first)
-    return Messages(items, joined), stage
-
-
-def concatenate_messages(lists: list[Messages]) -> Messages:
-    """Concatenate lists of messages, in global order."""
-    items, runs, total = [], [], 0
-    for messages in lists:
-        items.append(messages.items.copy())
-        items[-1]["first"] += total
-        runs.append(messages.runs)
-        total += len(messages.runs)
-    if not items:
-        return Messages.empty()
-    return Messages(concatenate_records(items), concatenate_records(runs)).in_global_order()

@@ -10,17 +10,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mindspeed_cp.algorithms.kv_fetch.needs import (
-    KvFetches,
-    KvOwners,
-    NeededTokens,
-    messages_of,
-    nodes_apart,
-)
-from mindspeed_cp.layout import Layout, intersect_runs
+from mindspeed_cp.algorithms.kv_fetch.needs import KvFetches, KvOwners, NeededTokens, nodes_apart
+from mindspeed_cp.layout import Layout, intersect_runs, join_runs
 from mindspeed_cp.layout.runs import group_starts
 from mindspeed_cp.plan.problem import Topology
-from mindspeed_cp.plan.records import Messages
+from mindspeed_cp.plan.records import MESSAGE, ROW_RUN, Messages
 
 #: Steps that a block may take to cross to another node where slots are reused.
 CROSSING_STEPS = 2
@@ -46,10 +40,30 @@ class Hop:
     dst_slot: np.ndarray
 
     def messages(self) -> tuple[Messages, Messages]:
-        """Return the messages that carry keys and values, and those that carry their gradients back."""
-        fetch, stage = messages_of(self.fetches, self.src_slot, self.dst_slot)
+        """Return the messages that carry keys and values, and those that carry their gradients back: one for every
+        stage, source and target. Rows that are consecutive on both sides are one run."""
+        fetches = self.fetches
+        if not len(fetches):
+            return Messages.empty(), Messages.empty()
+        slot = np.zeros(len(fetches), np.int64)  # number of the (stage, dst)
+        slot[fetches.slot_begins[1:]] = 1
+        key = np.cumsum(slot) * (int(fetches.src.max()) + 1) + fetches.src
+        order = np.argsort(key, kind="stable")
+        fetches, first = fetches[order], group_starts(key[order])
+        runs = np.empty(len(fetches), ROW_RUN)
+        runs["src_row"], runs["dst_row"], runs["rows"] = fetches.src_row, fetches.dst_row, fetches.rows
+        breaks = np.zeros(len(runs), bool)
+        breaks[first] = True
+        joined, joined_from = join_runs(runs, ("src_row", "dst_row"), breaks)
+        stage, items = fetches.stage[first], np.empty(len(first), MESSAGE)
+        items["src"], items["dst"] = fetches.src[first], fetches.dst[first]
+        items["src_slot"], items["dst_slot"] = self.src_slot[stage], self.dst_slot[stage]
+        items["first"] = np.searchsorted(joined_from, first)
+        items["count"] = np.diff(np.append(items["first"], len(joined)))
+        items["rows"] = np.add.reduceat(runs["rows"], first)
+        fetch = Messages(items, joined)
         reduce = fetch.reversed()
-        fetch.items["start"], fetch.items["done"] = self.start[stage], self.done[stage]
+        items["start"], items["done"] = self.start[stage], self.done[stage]
         reduce.items["start"], reduce.items["done"] = self.back[stage], self.back_done[stage]
         return fetch, reduce
 
