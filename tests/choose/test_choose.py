@@ -8,7 +8,7 @@ import pytest
 
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, load_cluster, simulate_plan
 from mindspeed_cp.choose.candidates import Candidate, default_candidates
-from mindspeed_cp.choose.choose import choose_algorithm, plan_key
+from mindspeed_cp.choose.choose import choose_algorithm
 from mindspeed_cp.cluster import ComputeCost, LayerCost, cluster_of
 from mindspeed_cp.cluster.compute import balanced_lower_bound
 from mindspeed_cp.data.lengths import sample_batch
@@ -51,22 +51,6 @@ def test_one_that_is_slow_on_the_first_batch_may_be_the_fastest_of_all() -> None
     assert choose_algorithm([short, long], TOPOLOGY, mha, candidates=among).candidate == among[1]
 
 
-def test_equal_plans_are_simulated_once_and_said_to_be_equal() -> None:
-    """In one node there is nothing to route."""
-    among = [Candidate("hierarchical"), Candidate("hierarchical", (("routing", False),)), Candidate("ring")]
-    decision = choose_algorithm([batch(0)], Topology(1, 8, "a2"), GQA, candidates=among)
-    first, second, ring = decision.trials
-    assert (
-        first.candidate == among[0]
-        and second.duplicate_of == among[0]
-        and first.duplicate_of is None
-        and ring.duplicate_of is None
-    )
-    assert second.seconds == first.seconds and second.timeline is first.timeline
-    assert decision.reasons[0].endswith("; the same plans: hierarchical (routing false)")
-    assert "ring: " in decision.reasons[2] and "hierarchical" not in decision.reasons[2]
-
-
 SHAPES = (
     [16000, *[1000] * 135],
     [20000, *[37, 500, 210, 3] * 12],
@@ -107,19 +91,6 @@ def test_no_simulation_is_faster_than_the_balanced_bound(topology: Topology, win
         for algorithm, options in WAYS:
             plan = build_plan(documents, topology, attention, algorithm, **options)
             assert bound <= simulate_plan(plan, cost.cluster, layer).total * (1 + 1e-9), (algorithm, options)
-
-
-def test_plans_are_the_same_only_if_they_do_the_same() -> None:
-    documents = Documents([20000, 700, 300, 5000])
-    plans = {
-        (algorithm, tuple(options.items())): build_plan(documents, TOPOLOGY, GQA, algorithm, **options)
-        for algorithm, options in (*WAYS, ("ring", {"layout": "contiguous"}), ("direct", {"prefetch": 2}))
-    }
-    for key, plan in plans.items():
-        again = build_plan(documents, TOPOLOGY, GQA, key[0], **dict(key[1]))
-        assert plan_key(plan) == plan_key(again)
-        if key[0] != "hierarchical":  # whose options may not matter here
-            assert plan_key(plan) not in [plan_key(other) for name, other in plans.items() if name != key]
 
 
 def test_candidates_beyond_the_memory_are_dropped_with_the_reason() -> None:
