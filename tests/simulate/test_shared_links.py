@@ -73,7 +73,6 @@ def test_two_ranks_that_share_a_nic_advance_together() -> None:
     size = np.full(2, cluster.effective_nic)  # a second each
     begin, end = links.serve(np.array([0, 1]), np.array([8, 16]), size, np.zeros(2))
     assert begin == pytest.approx([0, 0]) and end - cluster.network_latency == pytest.approx([2, 2])
-    assert links.busy_seconds.sum() == pytest.approx(4)
     _, end = links.serve(np.array([0]), np.array([8]), size[:1], np.zeros(1))
     assert end - cluster.network_latency == pytest.approx([3])  # the link is free when it was before
 
