@@ -159,6 +159,7 @@ class Cluster(Section):
             nics_per_node=self.nic_of(ranks_per_node - 1) + 1,
         )
 
+
 def cluster_names() -> list[str]:
     """Return the names of the installed presets, sorted."""
     return sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml"))
