@@ -335,35 +335,20 @@ def _helpers(crossing: KvFetches, nodes: int, per_node: int) -> tuple[KvFetches,
 
     kept_rows = np.clip(limit - offset, 0, length)
     stays, moves = kept_rows > 0, kept_rows < length
+    if not moves.any():
+        return parts, parts.src
     stay = parts[stays].shortened(np.zeros(1, np.int64), kept_rows[stays])
     surplus = parts[moves].shortened(kept_rows[moves], (length - kept_rows)[moves])
-    moved, helper = _fill(surplus, case[moves], load, share, uneven, few, per_node, nodes)
-    return KvFetches.concatenate([stay, moved]), np.concatenate([stay.src, helper])
-
-
-def _fill(
-    surplus: KvFetches,
-    case: np.ndarray,
-    load: np.ndarray,
-    share: np.ndarray,
-    uneven: np.ndarray,
-    few: np.ndarray,
-    per_node: int,
-    nodes: int,
-) -> tuple[KvFetches, np.ndarray]:
-    """Lay the surplus of each case, in order, onto the free room of the case's ranks, in order; return the fetches, cut
-    at the borders of that room, and the rank that sends each."""
-    if not len(surplus):
-        return surplus, surplus.src
+    # The surplus of each case, in order, is laid onto the free room of the case's ranks, in order, and cut at its
+    # borders.
+    case, length = case[moves], surplus.rows
     takes = uneven[:, None] & (few[:, None] | (load > 0))
     room = np.where(takes, np.maximum(share[:, None] - load, 0), 0)
-    length = surplus.rows
     stride = int(max(room.sum(1).max(), length.sum())) + 1  # cases lie apart on one axis
-    before = np.cumsum(length) - length
-    first = group_starts(case)
-    before = before - np.repeat(before[first], np.diff(np.append(first, len(case))))
-    begin = before + case * stride
+    before, first = np.cumsum(length) - length, group_starts(case)
+    begin = before - np.repeat(before[first], np.diff(np.append(first, len(case)))) + case * stride
     room_begin = np.cumsum(room, 1) - room + np.arange(len(room))[:, None] * stride
     source, seat, low, high = intersect_runs(begin, begin + length, room_begin.ravel(), (room_begin + room).ravel())
     moved = surplus[source].shortened(low - begin[source], high - low)
-    return moved, (seat // per_node % nodes) * per_node + seat % per_node
+    helper = (seat // per_node % nodes) * per_node + seat % per_node
+    return KvFetches.concatenate([stay, moved]), np.concatenate([stay.src, helper])

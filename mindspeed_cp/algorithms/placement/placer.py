@@ -25,13 +25,8 @@ from mindspeed_cp.algorithms.placement.loads import (
     fill_fewest,
     water_fill_without_crumbs,
 )
-from mindspeed_cp.algorithms.placement.policy import (
-    DocumentRanks,
-    DocumentShares,
-    Placement,
-    PlacementPolicy,
-    check_token_cap,
-)
+from mindspeed_cp.algorithms.placement.policy import DocumentRanks, DocumentShares, Placement, PlacementPolicy
+from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import assign_to_least_loaded
 
 # Long documents whole in groups of 1, 2, 4, ... neighbouring ranks that split heads, such that all groups are done at
@@ -135,8 +130,16 @@ class DocumentPlacer:
         #: Nodes in turn: equal documents, of which some ranks get more, then leave all nodes equally many tokens.
         self._ranks_in_turn = np.arange(self.ranks).reshape(self.nodes, self.per_node).T.ravel().tolist()
         self.min_cross_node_length = min_cross_node_length
-        check_token_cap(model.lengths, self.ranks, token_cap)
         self.cap = UNBOUNDED if token_cap is None else float(token_cap)
+        longest, tokens = int(model.lengths.max(initial=0)), int(model.lengths.sum())
+        if tokens > self.ranks * self.cap:
+            what, most = f"document {int(np.argmax(model.lengths))}", longest
+            if longest <= self.ranks * self.cap:
+                what, most = "the batch", tokens
+            raise ConfigError(
+                f"{what} has {most} tokens, more than {self.ranks} ranks of max_seqlen_per_dp_cp_rank = {token_cap} "
+                f"hold; valid: max_seqlen_per_dp_cp_rank of {-(-tokens // self.ranks)} or more, or more ranks"
+            )
         work = model.work if with_linear else model.attention_work
         divided, overhead = model.divided(with_linear)
         self.widest = 1  # nodes over which heads can be split: every rank needs one
