@@ -27,7 +27,7 @@ class PlanCache:
     Args:
         on_new_plan: called with every new plan before it is returned; None: nothing is called.
         max_plans, max_tokens: bounds of the cache, in plans and in tokens of all plans; the newest plan always stays.
-        build: makes a plan of the arguments of build_plan, in its place.
+        build: makes a plan of the arguments of build_plan; None: build_plan.
 
     Attributes:
         hits, misses: number of plans that were in the cache, and that were made.
@@ -38,7 +38,7 @@ class PlanCache:
         on_new_plan: Callable[[Plan], None] | None = None,
         max_plans: int = MAX_PLANS,
         max_tokens: int = MAX_CACHED_TOKENS,
-        build: Callable[..., Plan] = build_plan,
+        build: Callable[..., Plan] | None = None,
     ) -> None:
         self._on_new_plan, self._max_plans, self._max_tokens = on_new_plan, max_plans, max_tokens
         self._build = build
@@ -101,7 +101,7 @@ def build_layer_plans(
     topology: Topology,
     attentions: Sequence[AttentionConfig],
     algorithm: str = "ring",
-    build: Callable[..., Plan] = build_plan,
+    build: Callable[..., Plan] | None = None,
     **options: Any,
 ) -> tuple[Plan, ...]:
     """Build a plan for each of the different attentions of a model's layers, such that every rank holds the same rows.
@@ -115,7 +115,7 @@ def build_layer_plans(
         topology: context-parallel ranks.
         attentions: the different attentions of the layers.
         algorithm, options: as for :func:`mindspeed_cp.build_plan`.
-        build: makes a plan of the arguments of build_plan, in its place.
+        build: makes a plan of the arguments of build_plan; None: build_plan.
 
     Returns:
         One plan for each attention, in their order.
@@ -127,7 +127,7 @@ def build_layer_plans(
         raise ConfigError("no attention was given; valid: the AttentionConfig of one layer or more")
     # the one with the most visible pairs of all heads
     first = max(attentions, key=lambda each: each.heads * float(document_pairs(documents, documents, each).sum()))
-    main = build(documents, topology, first, algorithm, **options)
+    main = (build or build_plan)(documents, topology, first, algorithm, **options)
     if len(set(attentions)) > 1 and main.linear_layout is not None:
         raise ConfigError("remap moves hidden states; valid for layers that attend in different ways: 'off', 'qkv'")
     return tuple(

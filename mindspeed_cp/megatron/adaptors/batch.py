@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from mindspeed_cp import ConfigError, Documents, Plan, Topology, build_plan, verify_plan
+from mindspeed_cp import ConfigError, Documents, Plan, Topology, verify_plan
 from mindspeed_cp.algorithms.plan_cache import PlanCache
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.megatron.adaptors.attentions import layer_attentions, with_model_sizes
@@ -310,7 +310,7 @@ UNSUPPORTED = ("local_cp_size", "cp_group", "hybrid_cp_group")
 
 
 @cache
-def plan_cache(verify: bool, build: Callable[..., Plan] = build_plan) -> PlanCache:
+def plan_cache(verify: bool, build: Callable[..., Plan] | None = None) -> PlanCache:
     """Return a cache of plans of this process.
 
     Args:
