@@ -65,24 +65,6 @@ def test_direct_moves_no_more_than_any_other_exchange(problem, data):
             assert direct[kind].sum() <= sent[kind].sum(), (other, kind)
 
 
-@pytest.mark.parametrize(
-    ("windows", "window"),
-    [
-        pytest.param(windows, window, marks=() if windows < 4 and (windows + window) % 2 else pytest.mark.thorough)
-        for windows in (1, 2, 3, 5)
-        for window in range(1, 9)
-    ],
-)
-def test_double_rings_of_any_window_are_proved(window, windows):
-    for mask in ("causal", "full"):
-        for lengths in ([700], [33, 900, 2, 150, 0, 64]):
-            plan = build_plan(
-                Documents(lengths), Topology(windows, window), AttentionConfig(4, mask=mask), "double_ring"
-            )
-            verify_plan(plan)
-            assert len(plan.forward.tiles(0))
-
-
 def test_outer_hops_of_a_double_ring_have_the_whole_inner_ring():
     plan = build_plan(Documents([800]), Topology(3, 4), AttentionConfig(4, mask="full"), "double_ring")
     items = plan.forward.fetch.items

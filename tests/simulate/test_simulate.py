@@ -1,4 +1,4 @@
-"""The simulator against closed forms: transfers, rings, exchanges, head splits, relays, memory, steps."""
+"""The simulator against closed forms: transfers, rings, exchanges, head splits, relays, memory, posting."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from mindspeed_cp.cluster import Cluster, ComputeCost, LayerCost, load_cluster
 from mindspeed_cp.data.lengths import sample_batch
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import program
+from mindspeed_cp.plan.transfers import TRANSFER
 from mindspeed_cp.plan.verify.memory import attention_peak_bytes
 from mindspeed_cp.simulate.link_queues import LinkQueues
 from mindspeed_cp.simulate.tile_work import TileCounter
+from mindspeed_cp.simulate.timeline import launch_overheads
 
 MHA = AttentionConfig(heads=32, head_dim=128)
 FULL = AttentionConfig(heads=32, head_dim=128, mask="full")
@@ -196,3 +198,36 @@ def test_time_is_compute_linear_layers_and_waiting(algorithm: str) -> None:
     assert made.total >= (made.compute + made.linear).max() - 1e-12
     for turns in (made.steps_forward, made.steps_backward):
         assert (np.diff(turns, axis=2) >= -1e-12).all() and (turns[:, 1:, 0] >= turns[:, :-1, 2] - 1e-12).all()
+
+
+# Posting: every rank pays for each message that it sends or receives.
+
+
+def table(*rows: tuple[int, int, int, int, int]) -> np.ndarray:
+    """Transfers of a byte by (src, dst, start, done, part)."""
+    out = np.zeros(len(rows), TRANSFER)
+    for i, (src, dst, start, done, part) in enumerate(rows):
+        out[i] = (src, dst, start, done, 0, part, 1.0)
+    return out
+
+
+def test_both_ends_of_each_message_pay() -> None:
+    rows = table((0, 1, 0, 1, 0), (0, 2, 0, 0, 0), (0, 2, 0, 0, 1), (2, 1, 1, 1, 0))
+    assert launch_overheads(rows, 3, 2, 2.0).tolist() == [[6, 0], [2, 2], [4, 2]]
+    assert not launch_overheads(rows, 3, 2, 0.0).any() and not launch_overheads(rows[:0], 3, 2, 2.0).any()
+
+
+def test_a_plan_pays_for_its_messages_and_they_leave_when_all_are_posted() -> None:
+    plan = build_plan(Documents([4 * 512]), Topology(1, 4), MHA, "direct")
+    cluster, seconds = load_cluster("a2").with_ranks(4), 1e-3
+    free, charged = (simulate_plan(plan, cluster.with_values(posting=post), NO_LINEAR) for post in (0.0, seconds))
+    messages = np.zeros(4)
+    for sent in (free.transfers_forward, free.transfers_backward):
+        messages += np.bincount(sent["src"], minlength=4) + np.bincount(sent["dst"], minlength=4)
+    assert messages.min() > 0
+    assert charged.compute - free.compute == pytest.approx(messages * seconds)
+    assert charged.total > free.total
+    sent, steps = charged.transfers_forward, charged.steps_forward
+    first = sent[sent["start"] == sent["start"].min()]
+    posted = seconds * 2 * (first["src"] == first["src"][0]).sum()
+    assert (first["begin"] >= steps[first["src"], first["start"], 0] + posted * (1 - 1e-9)).all()
