@@ -111,11 +111,6 @@ class NeededTokens:
         taker = runs[:, 0] // stride
         return NeededTokens(taker, runs[:, 0] - taker * stride, runs[:, 1] - taker * stride)
 
-    def rank_runs(self, ranks: int) -> list[np.ndarray]:
-        """Return the runs of each rank: first and last-plus-one tokens, int64 [runs, 2], ascending."""
-        runs = np.stack([self.first, self.last], 1)
-        return np.split(runs, np.searchsorted(self.taker, np.arange(1, ranks)))
-
 
 @dataclass(frozen=True, eq=False)
 class KvOwners:
