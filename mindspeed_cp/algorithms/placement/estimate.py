@@ -196,9 +196,13 @@ class PlacementModel:
         forward, backward = (phases.seconds(backward, topology.ranks_per_node) for backward in (False, True))
         linear = self.cost.linear_layer_seconds(phases.tokens) * (1 + LINEAR_BACKWARD)
         redistribution = 0.0
-        if placement.policy.remap:
-            redistribution = self._linear_redistribution(phases.tokens)
-            linear = np.full(ranks, linear.mean())
+        if placement.policy.remap:  # q, k, v and out move between two layouts, forward and backward
+            linear, mean = np.full(ranks, linear.mean()), phases.tokens.mean()
+            of_nodes = phases.tokens.reshape(-1, topology.ranks_per_node).sum(1)
+            rank_surplus, node_surplus = phases.tokens.max() - mean, of_nodes.max() - mean * topology.ranks_per_node
+            row = self.q_row + self.kv_row + self.out_row
+            on_nics = node_surplus * row / self._node_rate
+            redistribution = 2 * max(rank_surplus * row / self.cluster.effective_rank, on_nics, 0.0)
         ready = forward + linear  # to begin the backward
         last = float((ready + backward).max())
         # Ranks with more linear work reach the backward later; those that share documents with them wait for them.
@@ -340,12 +344,3 @@ class PlacementModel:
         ends = np.append(group_starts(doc)[1:], len(doc))  # of the members of each document
         after = np.repeat(before[ends - 1], np.diff(ends, prepend=0)) - before  # shares inside the mirror image
         return 0.5 * (1 - share) + 0.5 * after
-
-    def _linear_redistribution(self, tokens: np.ndarray) -> float:
-        """Return the seconds that moving q, k, v and out between two layouts takes, forward and backward."""
-        cluster, ranks_per_node = self.cluster, self.topology.ranks_per_node
-        mean = tokens.mean()
-        row = self.q_row + self.kv_row + self.out_row
-        rank_surplus = np.maximum(tokens - mean, 0).max() * row
-        node_surplus = np.maximum(tokens.reshape(-1, ranks_per_node).sum(1) - mean * ranks_per_node, 0).max() * row
-        return 2 * max(rank_surplus / cluster.effective_rank, node_surplus / self._node_rate)
