@@ -3,9 +3,8 @@
 A round is the set of keys and values that ranks fetch inside their node and compute with in one step (under direct:
 from one source). A stage is the set of keys and values that ranks fetch from nodes at one distance. There are up to two
 rounds (the first and the second halves of documents, so that the first round arrives early), and a stage for each
-distance. All keys of a round or stage lie
-in one slot in token order, so that they make as few tiles as possible. With routing
-(:mod:`mindspeed_cp.algorithms.kv_fetch.schedule`) a block crosses to a node once::
+distance. All keys of a round or stage lie in one slot in token order, so that they make as few tiles as possible. With
+routing (:mod:`mindspeed_cp.algorithms.kv_fetch.schedule`) a block crosses to a node once::
 
     step            0           1           2           3           4
     computes        own         round 1     round 2     stage 1     stage 2
