@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.data import FURTHER_SETS, HEADS, real_lengths_folder
 from benchmarks.published.systems import EITHER, POOLED, REPACKED, SYSTEMS
 from benchmarks.published.systems.even import Case
-from benchmarks.published.timing import Candidate, Layer, MicroBatchTime, fastest, layer, simulate_layers, simulate_step
+from benchmarks.published.timing import Candidate, Layer, fastest, layer, simulate_layers
 from mindspeed_cp import AttentionConfig, Documents, Topology
 from mindspeed_cp.algorithms.placement.estimate import PlacementModel
 from mindspeed_cp.cluster import Cluster, ComputeCost, LayerCost, load_cluster
@@ -241,13 +241,12 @@ def rows_of_equal_work(rows: Sequence[Documents], attention: AttentionConfig, cl
 LAYERS = 32
 
 
-def _micro_batch(candidate: Candidate, cluster: Cluster, gradient: int) -> MicroBatchTime:
+def _micro_batch(candidate: Candidate, cluster: Cluster, gradient: int) -> float:
     """Time a micro-batch through all layers."""
-    plan = candidate.plan
     if candidate.free_transfers:  # its layers have no order of steps, and follow each other
-        seconds = LAYERS * layer(candidate, cluster, gradient).total
-        return MicroBatchTime(seconds, seconds / LAYERS, plan)
-    return simulate_layers(plan, cluster, LAYERS, tiles=candidate.tiles, links=candidate.links, gradient=gradient)
+        return LAYERS * layer(candidate, cluster, gradient).total
+    tiles, links = candidate.tiles, candidate.links
+    return simulate_layers(candidate.plan, cluster, LAYERS, tiles=tiles, links=links, gradient=gradient)
 
 
 def step_seconds(batches: Sequence[Timed], place: Place, gradient: int = GRADIENT_BYTES) -> float:
@@ -258,16 +257,10 @@ def step_seconds(batches: Sequence[Timed], place: Place, gradient: int = GRADIEN
         place: where.
         gradient: see :func:`.timing.layer`.
     """
-    count = max(len(timed.chosen) for timed in batches)
-    replicas: list[list[MicroBatchTime]] = [[] for _ in range(count)]
-    cluster = None
+    replicas = np.zeros(max(len(timed.chosen) for timed in batches))  # seconds of each
     for timed in batches:
         for number, candidate in enumerate(timed.chosen):
-            truth = place.truth(place.case(candidate.plan.documents, candidate.plan.ranks).cluster)
-            cluster = truth
-            micro = _micro_batch(candidate, truth, gradient)
+            cluster = place.truth(place.case(candidate.plan.documents, candidate.plan.ranks).cluster)
             # A pool among rows keeps every replica's ranks busy for as long.
-            for replica in replicas if timed.pooled else [replicas[number]]:
-                replica.append(micro)
-    assert cluster is not None
-    return simulate_step(replicas, cluster, layers=LAYERS).total
+            replicas[slice(None) if timed.pooled else number] += _micro_batch(candidate, cluster, gradient)
+    return float(replicas.max())

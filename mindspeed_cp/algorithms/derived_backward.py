@@ -15,7 +15,6 @@ from mindspeed_cp.plan.program import Program
 from mindspeed_cp.plan.records import Messages
 
 RankSlot = tuple[int, int]  # rank, slot
-Intervals = tuple[np.ndarray, np.ndarray]  # first and last-plus-one row of runs
 
 
 def derive_backward(forward: Program) -> Program:
@@ -45,24 +44,19 @@ def derive_backward(forward: Program) -> Program:
     for content in forward.contents:
         reads[int(content["rank"]), int(content["slot"])].append(int(content["step"]))
 
+    rows = [forward.fetch.rows_of(index) for index in range(len(items))]  # in the source slot, and in the target slot
     start = np.zeros(len(items), np.int64)
     for index in reversed(by_done):  # children before parents: they start after their parent is done
         rank_slot, done = (int(items["dst"][index]), int(items["dst_slot"][index])), int(items["done"][index])
-        rows = _rows(forward.fetch, index, "dst")
-        replaced = next(
-            (
-                int(items["done"][i])
-                for i in arrivals[rank_slot]
-                if items["done"][i] > done and _meet(rows, _rows(forward.fetch, i, "dst"))
-            ),
-            None,
-        )
+        received = rows[index][1]
+        later = [i for i in arrivals[rank_slot] if items["done"][i] > done and np.isin(received, rows[i][1]).any()]
+        replaced = int(items["done"][later[0]]) if later else None
         end = forward.steps if replaced is None else replaced
         computed = [step for step in reads[rank_slot] if done < step <= end]
         returned = [
             int(start[i])
             for i in departures[rank_slot]
-            if done < items["start"][i] <= end and _meet(rows, _rows(forward.fetch, i, "src"))
+            if done < items["start"][i] <= end and np.isin(received, rows[i][0]).any()
         ]
         start[index] = 1 + max([done, *computed, *returned])
         if replaced is not None and start[index] > replaced:
@@ -76,14 +70,3 @@ def derive_backward(forward: Program) -> Program:
     mirrored.items["start"] = mirrored.items["done"] = start
     steps = max(forward.steps, int(start.max()) + 1 if len(start) else 0)
     return replace(forward, steps=steps, reduce=Messages(mirrored.items, mirrored.runs).in_global_order())
-
-
-def _rows(messages: Messages, index: int, side: str) -> Intervals:
-    runs = messages.runs_of(index)
-    first = np.sort(runs[side + "_row"])
-    return first, np.sort(runs[side + "_row"] + runs["rows"])
-
-
-def _meet(a: Intervals, b: Intervals) -> bool:
-    """Return True if two sets of runs, each without overlaps, have a row in common."""
-    return bool((np.searchsorted(a[0], b[1], "left") > np.searchsorted(a[1], b[0], "right")).any())

@@ -30,39 +30,12 @@ from mindspeed_cp.algorithms.kv_blocks import KvBlocks, message_records, visible
 from mindspeed_cp.algorithms.layouts import LayoutName, build_layouts
 from mindspeed_cp.algorithms.options import DividesRanks
 from mindspeed_cp.algorithms.split_local_block import split_local_block
-from mindspeed_cp.layout import Documents, Layout
+from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan.problem import AttentionConfig, Topology
 from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.plan.records import Messages, sorted_contents
 
 OUTER_SLOT, INNER_SLOT, LAST_SLOT = 1, 3, 5
-
-
-def double_ring_programs(
-    queries: Layout, keys: Layout, attention: AttentionConfig, window: int
-) -> tuple[Program, Program]:
-    """Return the forward and backward program.
-
-    Args:
-        queries: layout of queries.
-        keys: layout of keys and values on the same ranks.
-        attention: attention of one layer.
-        window: ranks of a window, a divisor of the ranks.
-    """
-    blocks = KvBlocks.trimmed(queries, keys, attention)
-    route = _Route.of(blocks, visible_blocks(queries, keys, attention), window)
-    steps = route.outer_steps * route.inner_steps
-    contents, capacity, fetch = _forward(blocks, route, route.slots(keeps_last=False))
-    documents, spans = keys.documents, blocks.spans
-    forward = Program(steps, capacity, queries, documents, attention, contents, spans, fetch, Messages.empty())
-    slot = route.slots(keeps_last=True)
-    contents, capacity, fetch = _forward(blocks, route, slot)
-    reduce = _gradients(blocks, route, slot)
-    if not len(reduce):
-        return forward, forward
-    halves = [(0, 0.5), (steps, 0.5)]
-    contents, spans = split_local_block(queries, keys, attention, contents, spans, halves)
-    return forward, Program(steps + 1, capacity, queries, documents, attention, contents, spans, fetch, reduce)
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,7 +137,18 @@ def build_double_ring(
         layout: "zigzag" (balanced under a causal mask), "contiguous" (balanced under a full mask, few messages under a
             window), or "balanced" (short documents stay whole).
     """
-    inner_size = topology.ranks_per_node if cp_window_size is None else cp_window_size
-    layouts = build_layouts(layout, documents, kv_documents, topology.ranks, attention)
-    programs = double_ring_programs(*layouts, attention, inner_size)
-    return Plan("double_ring", attention, topology, *layouts, *layouts, *programs)
+    window = topology.ranks_per_node if cp_window_size is None else cp_window_size
+    queries, keys = build_layouts(layout, documents, kv_documents, topology.ranks, attention)
+    blocks = KvBlocks.trimmed(queries, keys, attention)
+    route = _Route.of(blocks, visible_blocks(queries, keys, attention), window)
+    steps, spans = route.outer_steps * route.inner_steps, blocks.spans
+    contents, capacity, fetch = _forward(blocks, route, route.slots(keeps_last=False))
+    forward = Program(steps, capacity, queries, keys.documents, attention, contents, spans, fetch, Messages.empty())
+    slot = route.slots(keeps_last=True)
+    contents, capacity, fetch = _forward(blocks, route, slot)
+    reduce, backward = _gradients(blocks, route, slot), forward
+    if len(reduce):
+        halves = [(0, 0.5), (steps, 0.5)]
+        contents, spans = split_local_block(queries, keys, attention, contents, spans, halves)
+        backward = Program(steps + 1, capacity, queries, keys.documents, attention, contents, spans, fetch, reduce)
+    return Plan("double_ring", attention, topology, queries, keys, queries, keys, forward, backward)

@@ -9,7 +9,6 @@ group's rows, so that each message of the redistribution is one run of rows.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 
 import numpy as np
 
@@ -70,43 +69,13 @@ def head_ranges(attention: AttentionConfig, degree: int) -> tuple[np.ndarray, np
     """Return the query heads and kv heads of each of `degree` ranks, int64 [degree, 2] each.
 
     Query heads are split in order and evenly: the counts of two ranks differ by at most one. A rank has exactly the kv
-    heads that its query heads read; among all such splits, one with the fewest copies of kv heads is taken. Ranks
-    beyond the number of heads have none.
+    heads that its query heads read. Ranks beyond the number of heads have none.
     """
     shared = attention.heads // attention.kv_row.heads
-    edges = np.array(_borders(attention.heads, shared, degree))
+    edges = np.arange(degree + 1) * attention.heads // degree
     first, last = edges[:-1], edges[1:]
     kv_last = np.where(last > first, -(-last // shared), first // shared)
     return np.stack([first, last], 1), np.stack([first // shared, kv_last], 1)
-
-
-@lru_cache(maxsize=256)
-def _borders(heads: int, shared: int, degree: int) -> tuple[int, ...]:
-    """Return the first query head of each rank, followed by the number of heads.
-
-    Each border inside a group of `shared` heads costs one more copy of a kv head. The first i ranks have i * least + e
-    heads, 0 <= e <= rest: the best split for (i, e) extends the best split for (i-1, e) or (i-1, e-1). Among equals,
-    the extra heads are spread evenly.
-    """
-    least, rest = divmod(heads, degree)
-    even = [i * heads // degree for i in range(degree + 1)]
-    if least == 0:
-        return tuple(even)
-    # For each number of extra heads: copies, unevenness, borders.
-    best: list[tuple[int, int, tuple[int, ...]] | None] = [(0, 0, (0,)), *[None] * rest]
-    for i in range(1, degree + 1):
-        extended: list[tuple[int, int, tuple[int, ...]] | None] = []
-        for extra in range(rest + 1):
-            border = i * least + extra
-            before = [split for split in (best[extra], best[extra - 1] if extra else None) if split is not None]
-            copy, distance = int(border % shared > 0), abs(border - even[i])
-            extended.append(
-                min(((copies + copy, uneven + distance, (*b, border)) for copies, uneven, b in before), default=None)
-            )
-        best = extended
-    split = best[rest]
-    assert split is not None, "a split with all ranks and all extra heads exists"
-    return split[2]
 
 
 def split_tokens_over_group(groups: Layout, degree: int) -> Layout:

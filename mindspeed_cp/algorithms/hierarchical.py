@@ -13,7 +13,6 @@ second travel: half of them at the beginning, half at the end. Zeppelin (2509.21
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Annotated, Literal
@@ -21,14 +20,13 @@ from typing import Annotated, Literal
 import numpy as np
 
 from mindspeed_cp.algorithms.head_groups import head_groups_part
-from mindspeed_cp.algorithms.kv_fetch.pieces import cut_fetches
 from mindspeed_cp.algorithms.kv_fetch.programs import staged
 from mindspeed_cp.algorithms.linear_layout import can_move_hidden, cheapest_mode, with_linear_layout
 from mindspeed_cp.algorithms.options import AtLeast, FromModel
 from mindspeed_cp.algorithms.placement.estimate import PlacementModel
 from mindspeed_cp.algorithms.placement.policy import DocumentShares, Placement, apply_token_cap, split_parts
 from mindspeed_cp.algorithms.placement.search import PlacementSearch
-from mindspeed_cp.cluster import Cluster, LayerCost
+from mindspeed_cp.cluster import LayerCost
 from mindspeed_cp.cluster.cluster import cluster_of
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents, Layout
@@ -38,7 +36,6 @@ from mindspeed_cp.plan.problem import AttentionConfig, Topology, document_pairs
 from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.simulate.simulator import simulate_plan
 from mindspeed_cp.simulate.tile_work import COARSE_SPANS
-from mindspeed_cp.simulate.timeline import Timeline, fetch_waits
 
 #: Steps of fetched documents that need nothing from other nodes: the local block, and two rounds inside the node.
 LOCAL_STEPS = 3
@@ -46,9 +43,6 @@ LOCAL_STEPS = 3
 #: Placements that are simulated by default on up to so many ranks; on more none. What the model of the search ranks
 #: lower is rarely faster. A number, not a limit of time: ranks plan alone and must choose alike.
 SIMULATED_PLACEMENTS = ((16, 3), (128, 4), (1024, 9))
-
-#: Pieces of fetched keys that are tried, and the least share of a layer that ranks wait for keys where they are.
-FETCH_PIECES, LEAST_FETCH_WAITS = 2, 0.005
 
 
 def build_hierarchical(
@@ -67,7 +61,6 @@ def build_hierarchical(
     tensor_model_parallel_size: Annotated[int, AtLeast(1), FromModel()] = 1,
     sequence_parallel: Annotated[bool, FromModel()] = False,
     simulated_placements: Annotated[int | None, AtLeast(1, "placements")] = None,
-    fetch_pieces: Annotated[int | None, AtLeast(1, "pieces")] = None,
 ) -> Plan:
     """Every document on the ranks where it is cheapest: one rank, some ranks of a node, or several nodes.
 
@@ -94,8 +87,6 @@ def build_hierarchical(
             different kinds if one is nearly as fast; the others are the fastest of them with less work for the ranks
             that waited long. Default: 3 on up to 16 ranks, 4 on up to 128, 9 on up to 1,024, else 1, which is not
             simulated.
-        fetch_pieces: pieces in which fetched keys and values, and their gradients, travel; attention on a piece begins
-            when it is there. Default: 2 if that is faster where placements are simulated, else 1.
 
     Raises:
         ConfigError: the cluster has fewer ranks per node than the topology, or a document exceeds
@@ -116,7 +107,7 @@ def build_hierarchical(
             if remap == "auto" and hidden_size is not None:
                 mode = cheapest_mode(plan, hidden_size, tensor_model_parallel_size, sequence_parallel)
             plan = with_linear_layout(plan, mode)
-        return plan if fetch_pieces is None else cut_fetches(plan, fetch_pieces)
+        return plan
 
     for may_split in (head_split, False):  # equal parts of documents with split heads are rounded up, above the cap
         try:
@@ -138,53 +129,19 @@ def build_hierarchical(
         )
     if simulated_placements == 1:
         return next(iter(plans.values()))
-    layer = LayerCost.for_attention(attention, *sizes, sequence_parallel)
-    cluster = cluster_of(topology)
-    timeline = _fastest(plans, result, build, levelled, cluster, layer)
-    return timeline.plan if fetch_pieces is not None else _in_pieces_if_faster(timeline, cluster, layer)
-
-
-def _fastest(
-    plans: dict[Placement, Plan],
-    result: PlacementSearch,
-    build: Callable[[Placement], Plan | None],
-    levelled: int,
-    cluster: Cluster,
-    layer: LayerCost,
-) -> Timeline:
-    """Return the timeline of the plan that is simulated fastest.
-
-    Args:
-        plans: plans of the best placements by the model.
-        result: the search that found them.
-        build: builds the plan of a placement.
-        levelled: number of placements, the fastest ones first, that are placed anew by their simulated waits.
-        cluster, layer: as for simulate_plan.
-    """
-
-    def simulate(plan: Plan) -> Timeline:
-        return simulate_plan(plan, cluster, layer, COARSE_SPANS)
-
-    timelines = {placement: simulate(plan) for placement, plan in plans.items()}
+    cluster, layer = cluster_of(topology), LayerCost.for_attention(attention, *sizes, sequence_parallel)
+    timelines = {placement: simulate_plan(plan, cluster, layer, COARSE_SPANS) for placement, plan in plans.items()}
     order = sorted(timelines, key=lambda placement: timelines[placement].total)
     best = timelines[order[0]]
-    for placement in order[:levelled]:
+    for placement in order[:levelled]:  # again, with less work for the ranks that waited long
         timeline = timelines[placement]
         delay = timeline.steps_backward[:, -1, 2] - timeline.compute - timeline.linear
         another = result.levelled(placement, delay)
-        plan = None if another is None else build(another)
-        if plan is not None:
-            best = min(best, simulate(plan), key=lambda timeline: timeline.total)
-    return best
-
-
-def _in_pieces_if_faster(timeline: Timeline, cluster: Cluster, layer: LayerCost) -> Plan:
-    """Return the plan of a timeline, its fetches in pieces if it is faster so; other arguments as for simulate_plan."""
-    plan = timeline.plan
-    if fetch_waits(timeline) < LEAST_FETCH_WAITS * timeline.total:
-        return plan
-    cut = cut_fetches(plan, FETCH_PIECES)
-    return cut if simulate_plan(cut, cluster, layer, COARSE_SPANS).total < timeline.total else plan
+        levelled_plan = None if another is None else build(another)
+        if levelled_plan is not None:
+            timeline = simulate_plan(levelled_plan, cluster, layer, COARSE_SPANS)
+            best = min(best, timeline, key=lambda timeline: timeline.total)
+    return best.plan
 
 
 @lru_cache(maxsize=8)

@@ -56,16 +56,11 @@ def build_hybrid(
         layout: "zigzag" (balanced under a causal mask), "contiguous" (balanced under a full mask, few messages under a
             window), or "balanced" (short documents stay whole).
     """
-    degree = default_ulysses_degree(topology, attention.heads) if ulysses_degree is None else ulysses_degree
+    degree, per_node = ulysses_degree, topology.ranks_per_node
+    if degree is None:
+        degrees = range(1, min(per_node, attention.heads, topology.ranks - 1) + 1)
+        degree = max((size for size in degrees if per_node % size == 0), default=1)
     return head_groups_ring("hybrid", documents, kv_documents, topology, attention, degree, layout)
-
-
-def default_ulysses_degree(topology: Topology, heads: int) -> int:
-    """Return the largest divisor of the ranks of a node that is neither all ranks nor above the number of heads; 1 for
-    one rank."""
-    ranks_per_node, ranks = topology.ranks_per_node, topology.ranks
-    limit = min(ranks_per_node, heads)
-    return max((d for d in range(1, limit + 1) if ranks_per_node % d == 0 and d < ranks), default=1)
 
 
 def head_groups_ring(

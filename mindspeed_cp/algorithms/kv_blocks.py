@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 
@@ -116,13 +117,13 @@ def visible_blocks(q_layout: Layout, kv_layout: Layout, attention: AttentionConf
         return out
     spans = kv_layout.spans[np.argsort(kv_layout.spans["start"], kind="stable")]
     longest = spans[spans["doc"] == int(np.argmax(kv_layout.documents.lengths))]
-    needed_by_rank = needed_tokens(q_layout, kv_layout, attention).rank_runs(kv_layout.ranks)
+    needs = needed_tokens(q_layout, kv_layout, attention)
+    bounds = np.searchsorted(needs.taker, np.arange(kv_layout.ranks + 1)).tolist()
     for candidates in (longest, spans):
-        for rank, needed in enumerate(needed_by_rank):
-            if len(needed):
-                runs_begun = np.searchsorted(needed[:, 0], candidates["stop"], "left")
-                runs_ended = np.searchsorted(needed[:, 1], candidates["start"], "right")
-                out[rank, candidates["rank"][runs_begun > runs_ended]] = True
+        for rank, (begin, end) in enumerate(pairwise(bounds)):
+            runs_begun = np.searchsorted(needs.first[begin:end], candidates["stop"], "left")
+            runs_ended = np.searchsorted(needs.last[begin:end], candidates["start"], "right")
+            out[rank, candidates["rank"][runs_begun > runs_ended]] = True
         if out.all():
             break
     return out

@@ -92,16 +92,13 @@ def _with_layouts(plan: Plan, layout: Layout, kv_layout_in: Layout) -> Plan:
     """Return the plan with other rows of the caller."""
     if not plan.parts:
         return replace(plan, layout=layout, kv_layout_in=kv_layout_in)
-    parts = [_with_rows_of(part, layout, kv_layout_in) for part in plan.parts]
+    parts = []
+    for part in plan.parts:
+        documents = document_mask(part)
+        part_layout = select_layout(layout, documents)
+        kv_part_layout = part_layout if kv_layout_in is layout else select_layout(kv_layout_in, documents)
+        parts.append(replace(part, layout=part_layout, kv_layout_in=kv_part_layout))
     return combine(plan.algorithm, parts, plan.forward_order, plan.backward_order)
-
-
-def _with_rows_of(part: Plan, layout: Layout, kv_layout_in: Layout) -> Plan:
-    """Return the part with the rows of its documents in new layouts of the whole batch."""
-    documents = document_mask(part)
-    part_layout = select_layout(layout, documents)
-    kv_part_layout = part_layout if kv_layout_in is layout else select_layout(kv_layout_in, documents)
-    return replace(part, layout=part_layout, kv_layout_in=kv_part_layout)
 
 
 def cheapest_mode(plan: Plan, hidden_size: int, tensor_parallel_size: int = 1, sequence_parallel: bool = False) -> str:

@@ -27,7 +27,7 @@ class PlanCache:
     Args:
         on_new_plan: called with every new plan before it is returned; None: nothing is called.
         max_plans, max_tokens: bounds of the cache, in plans and in tokens of all plans; the newest plan always stays.
-        build: makes a plan of the arguments of build_plan, for :meth:`get`; None: build_plan.
+        build: makes a plan of the arguments of build_plan; None: build_plan.
 
     Attributes:
         hits, misses: number of plans that were in the cache, and that were made.
@@ -59,10 +59,7 @@ class PlanCache:
     ) -> Plan:
         """Return the plan of these arguments of build_plan, cached or new; errors as there, and those of
         on_new_plan."""
-        build = self._build or build_plan
-        key = documents, topology, attention, algorithm, tuple(sorted(options.items()))
-        (plan,) = self._get(key, lambda: (build(documents, topology, attention, algorithm, **options),))
-        return plan
+        return self.get_layers(documents, topology, (attention,), algorithm, options)[0]
 
     def get_layers(
         self,
@@ -75,16 +72,12 @@ class PlanCache:
         """Return the plans of these arguments of build_layer_plans, cached or new; errors as there, and those of
         on_new_plan."""
         key = documents, topology, attentions, algorithm, tuple(sorted(options.items()))
-        return self._get(key, lambda: build_layer_plans(documents, topology, attentions, algorithm, **options))
-
-    def _get(self, key: tuple[Any, ...], build: Callable[[], tuple[Plan, ...]]) -> tuple[Plan, ...]:
-        """Return the plans of a key, cached or new."""
         plans = self._plans.get(key)
         if plans is not None:
             self._plans.move_to_end(key)
             self.hits += 1
             return plans
-        plans = build()
+        plans = build_layer_plans(documents, topology, attentions, algorithm, self._build, **options)
         if self._on_new_plan is not None:
             for plan in plans:
                 self._on_new_plan(plan)
@@ -108,6 +101,7 @@ def build_layer_plans(
     topology: Topology,
     attentions: Sequence[AttentionConfig],
     algorithm: str = "ring",
+    build: Callable[..., Plan] | None = None,
     **options: Any,
 ) -> tuple[Plan, ...]:
     """Build a plan for each of the different attentions of a model's layers, such that every rank holds the same rows.
@@ -121,6 +115,7 @@ def build_layer_plans(
         topology: context-parallel ranks.
         attentions: the different attentions of the layers.
         algorithm, options: as for :func:`mindspeed_cp.build_plan`.
+        build: makes a plan of the arguments of build_plan; None: build_plan.
 
     Returns:
         One plan for each attention, in their order.
@@ -132,7 +127,7 @@ def build_layer_plans(
         raise ConfigError("no attention was given; valid: the AttentionConfig of one layer or more")
     # the one with the most visible pairs of all heads
     first = max(attentions, key=lambda each: each.heads * float(document_pairs(documents, documents, each).sum()))
-    main = build_plan(documents, topology, first, algorithm, **options)
+    main = (build or build_plan)(documents, topology, first, algorithm, **options)
     if len(set(attentions)) > 1 and main.linear_layout is not None:
         raise ConfigError("remap moves hidden states; valid for layers that attend in different ways: 'off', 'qkv'")
     return tuple(

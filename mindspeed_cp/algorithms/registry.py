@@ -268,13 +268,9 @@ def choose_latents(
     if latents == "on":
         return build(attention)
     expanded = build(attention.expanded)
-    if latents == "off" or not sends_keys(expanded):
+    sends_keys = any(len(part.forward.fetch) or part.kv_redistribution is not None for part in expanded.parts_or_self)
+    if latents == "off" or not sends_keys:
         return expanded
     plan, cluster = build(attention), cluster_of(topology)
     seconds, expanded_seconds = (simulate_plan(x, cluster, None, COARSE_SPANS).total for x in (plan, expanded))
     return plan if seconds < expanded_seconds else expanded
-
-
-def sends_keys(plan: Plan) -> bool:
-    """Return True if keys and values travel between ranks in a plan."""
-    return any(len(part.forward.fetch) or part.kv_redistribution is not None for part in plan.parts_or_self)

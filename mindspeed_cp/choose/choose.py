@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 from typing import Any
 
 from mindspeed_cp.algorithms.registry import ALGORITHMS
@@ -18,7 +17,6 @@ from mindspeed_cp.cluster.compute import ComputeCost, LayerCost, balanced_lower_
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan.problem import AttentionConfig, Topology
-from mindspeed_cp.plan.program import Plan
 from mindspeed_cp.plan.verify.memory import attention_peak_bytes
 from mindspeed_cp.schema.messages import short_repr
 from mindspeed_cp.schema.numbers import check_type
@@ -35,14 +33,12 @@ class CandidateTrial:
         candidate: the algorithm and its options.
         seconds: modelled seconds of one layer for each of the first batches: all, or those until it was dropped.
         timeline: of the first batch; None if it was not simulated.
-        duplicate_of: an earlier candidate with the same plans.
         refused: why the candidate is impossible; None if it is possible.
     """
 
     candidate: Candidate
     seconds: tuple[float, ...] = ()
     timeline: Timeline | None = field(default=None, repr=False)
-    duplicate_of: Candidate | None = None
     refused: str | None = None
 
     def relative_to(self, chosen: CandidateTrial) -> float:
@@ -137,22 +133,15 @@ class _TrialRunner:
         self._memory, self._options = memory, options
         self._balanced = [balanced_lower_bound(batch, topology.ranks, cost) for batch in batches]
         self._best = float("inf")  # seconds over all batches, of a candidate that fits into memory
-        self._simulated: dict[tuple[int, bytes], tuple[Candidate, Timeline]] = {}  # hierarchical plans by batch
 
     def run(self, candidate: Candidate) -> CandidateTrial:
         """Try a candidate on all batches, or until it cannot be the fastest."""
-        trial, plans, owners = CandidateTrial(candidate), [], set()
+        trial, plans = CandidateTrial(candidate), []
         try:
             for number, batch in enumerate(self._batches):
                 after = sum(self._balanced[number + 1 :])
                 plan = candidate.build_plan(batch, self._topology, self._cost.attention, self._options)
-                key = number, plan_key(plan) if candidate.algorithm == "hierarchical" else b""
-                owner, timeline = self._simulated.get(key, (candidate, None))
-                if timeline is None:
-                    timeline = simulate_plan(plan, self._cost.cluster, self._cost.layer, COARSE_SPANS)
-                    if candidate.algorithm == "hierarchical":
-                        self._simulated[key] = candidate, timeline
-                owners.add(owner)
+                timeline = simulate_plan(plan, self._cost.cluster, self._cost.layer, COARSE_SPANS)
                 plans.append(plan)
                 first = timeline if trial.timeline is None else trial.timeline
                 trial = replace(trial, seconds=(*trial.seconds, timeline.total), timeline=first)
@@ -162,36 +151,16 @@ class _TrialRunner:
             return replace(trial, refused=str(error))
         total = sum(trial.seconds)
         if total < self._best:  # a candidate that needs too much memory must not drop others
-            refused = memory_refusal(plans, self._cost.layer, self._memory)
-            if refused is not None:
-                return replace(trial, refused=refused)
+            peak = max(int(attention_peak_bytes(plan, self._cost.layer.bytes_per_element).max()) for plan in plans)
+            if peak > self._memory:
+                there_are = f"there are {self._memory / 2**30:.3g}"
+                return replace(trial, refused=f"holds {peak / 2**30:.3g} GiB in one layer; {there_are}")
             self._best = total
-        return replace(trial, duplicate_of=owners.pop() if len(owners) == 1 and candidate not in owners else None)
-
-
-def memory_refusal(plans: Sequence[Plan], layer: LayerCost, memory: float) -> str | None:
-    """Return an error text if one of the plans needs more than `memory` bytes on a rank in a layer, else None."""
-    peak = max(int(attention_peak_bytes(plan, layer.bytes_per_element).max()) for plan in plans)
-    return f"holds {peak / 2**30:.3g} GiB in one layer; there are {memory / 2**30:.3g}" if peak > memory else None
-
-
-def plan_key(plan: Plan) -> bytes:
-    """Return a digest of all that a plan does, which equal plans of a batch have in common."""
-    digest = blake2b(repr((plan.forward_order, plan.backward_order)).encode(), digest_size=16)
-    for part in (plan, *plan.parts):
-        layouts = (part.layout, part.kv_layout_in, part.q_layout_compute, part.kv_layout_compute, part.batch_layout)
-        arrays = [array for layout in layouts for array in (layout.spans, layout.heads) if array is not None]
-        for program in (part.forward, part.backward):
-            arrays += [program.capacity, program.contents, program.spans]
-            for messages in (program.fetch, program.reduce):
-                arrays += [messages.items, messages.runs]
-        for array in arrays:
-            digest.update(repr(array.shape).encode() + array.tobytes())
-    return digest.digest()
+        return trial
 
 
 def explain_choice(trials: Sequence[CandidateTrial]) -> tuple[str, str, str]:
-    """Return the choice, how its time is spent, and the best candidate of every other algorithm.
+    """Return the choice, how its time is spent, and the best other candidate of every algorithm.
 
     Args:
         trials: all candidates, the chosen one first.
@@ -202,23 +171,17 @@ def explain_choice(trials: Sequence[CandidateTrial]) -> tuple[str, str, str]:
     batches, subject = (f" (mean of {count} batches)", "on the first batch its") if count > 1 else ("", "its")
     choice = f"{chosen.candidate}: {_ms(sum(chosen.seconds) / count)} ms a layer{batches}, modelled for "
     choice += chosen.timeline.cluster.name
-    equal = [str(trial.candidate) for trial in others if trial.duplicate_of == chosen.candidate]
-    if equal:
-        choice += f"; the same plans: {', '.join(equal)}"
     busy, waiting = _busy_and_waiting_ms(chosen.timeline)
     spent = f"{subject} mean rank computes {busy} ms and waits {waiting} ms"
-    simulated = [trial for trial in others if trial.timeline is not None and trial.duplicate_of is None]
-    if simulated:
-        second = min(simulated, key=lambda trial: trial.relative_to(chosen))
-        assert second.timeline is not None
+    best: dict[str, CandidateTrial] = {}  # of each algorithm, the fastest first
+    compared = [trial for trial in others if trial.refused is None]
+    for trial in sorted(compared, key=lambda trial: trial.relative_to(chosen)):
+        if trial.seconds != chosen.seconds[: len(trial.seconds)]:  # equal to the digit: the same plans
+            best.setdefault(trial.candidate.algorithm, trial)
+    second = next(iter(best.values()), None)
+    if second is not None and second.timeline is not None:
         busy, waiting = _busy_and_waiting_ms(second.timeline)
         spent += f"; with {second.candidate} {busy} and {waiting} ms"
-    else:
-        spent += "; nothing else had to be simulated"
-    best: dict[str, CandidateTrial] = {}
-    compared = [trial for trial in others if trial.duplicate_of is None and trial.refused is None]
-    for trial in sorted(compared, key=lambda trial: trial.relative_to(chosen)):
-        best.setdefault(trial.candidate.algorithm, trial)
     texts = []
     for trial in best.values():
         text = f"{trial.candidate}: {trial.relative_to(chosen):.2f} times as long"

@@ -102,14 +102,6 @@ class AlgorithmResult:
         return self.candidate.as_setting
 
 
-@dataclass(frozen=True)
-class CaseRefusal:
-    """An algorithm that cannot run the case, and the reason."""
-
-    name: str
-    reason: str
-
-
 @dataclass(frozen=True, eq=False)
 class Comparison:
     """Result of :func:`compare_algorithms`.
@@ -119,7 +111,7 @@ class Comparison:
         bound: modelled seconds that no plan can beat, mean over batches.
         ring: the even ring, with which all others are compared.
         results: simulated algorithms, with the even ring, the fastest first.
-        refused: algorithms that cannot run the case.
+        refused: algorithms that cannot run the case, by name, with the reason.
         notes: notes of the case, and notes of the simulation.
     """
 
@@ -127,7 +119,7 @@ class Comparison:
     bound: float
     ring: AlgorithmResult
     results: tuple[AlgorithmResult, ...]
-    refused: tuple[CaseRefusal, ...]
+    refused: dict[str, str]
     notes: tuple[str, ...]
 
     def ms(self, seconds: float) -> str:
@@ -154,16 +146,16 @@ def compare_algorithms(case: SimulationCase, candidates: Sequence[Candidate]) ->
     cost = ComputeCost(case.cluster, case.attention, case.layer)
     bound = float(np.mean([balanced_lower_bound(batch, case.topology.ranks, cost) for batch in case.batches]))
     ring = _simulate(case, EVEN_RING, bound)
-    results, refused = [ring], []
+    results, refused = [ring], {}
     for candidate in dict.fromkeys(candidates):
         if candidate == EVEN_RING:
             continue
         try:
             results.append(_simulate(case, candidate, bound, ring.metrics.seconds))
         except (ConfigError, PlanError) as error:
-            refused.append(CaseRefusal(candidate.as_setting, str(error)))
+            refused[candidate.as_setting] = str(error)
     results.sort(key=lambda result: result.metrics.seconds)
-    return Comparison(case, bound, ring, tuple(results), tuple(refused), _notes(case, results))
+    return Comparison(case, bound, ring, tuple(results), refused, _notes(case, results))
 
 
 def _simulate(

@@ -60,8 +60,7 @@ def simulation_tables(comparison: Comparison) -> list[Table]:
     title = f"One layer, forward and backward, modelled{means} (ring: every document cut evenly over all ranks)"
     tables = [Table("Simulated", ("", ""), case_rows), Table(title, columns, tuple(rows))]
     if comparison.refused:
-        refused = tuple((result.name, result.reason) for result in comparison.refused)
-        tables.append(Table("Cannot run this", ("", ""), refused))
+        tables.append(Table("Cannot run this", ("", ""), tuple(comparison.refused.items())))
     return tables
 
 
@@ -105,7 +104,7 @@ def simulation_dict(comparison: Comparison) -> dict[str, Any]:
             }
             for item in comparison.results
         ],
-        "refused": [{"name": item.name, "reason": item.reason} for item in comparison.refused],
+        "refused": [{"name": name, "reason": reason} for name, reason in comparison.refused.items()],
         "notes": list(comparison.notes),
     }
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mindspeed_cp.plan.program import DIRECTIONS
-from mindspeed_cp.plan.transfers import KINDS
+from mindspeed_cp.plan.transfers import KINDS, edge_steps
 from mindspeed_cp.report.files import check_output_path, write_atomically
 from mindspeed_cp.simulate.timeline import MESSAGE_KIND_NAMES, Timeline, is_internode, wait_records
 
@@ -193,7 +193,7 @@ def timeline_events(timeline: Timeline, ranks: Sequence[int]) -> Iterator[TraceE
 
 def _kernels(timeline: Timeline, direction: str, ranks: Sequence[int]) -> Iterator[TraceEvent]:
     """Yield the kernels of each step, with the posting of messages before them."""
-    plan, edge = timeline.plan, timeline.edge_steps
+    plan, edge = timeline.plan, edge_steps(timeline.plan)
     names = [f"{part}.{step}" if plan.parts else str(step) for part, step in plan.step_order(direction)]
     is_attention = timeline.is_attention(direction)
     for rank in ranks:

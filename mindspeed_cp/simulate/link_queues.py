@@ -24,11 +24,9 @@ class LinkQueues:
         nodes: number of nodes, of `cluster.ranks_per_node` ranks each.
 
     Attributes:
-        kind_of_link: "out", "in", "nic out", "nic in" or "pair" for each link, [links].
-        first_of_kind: index of the first link of each kind.
+        first_of_kind: index of the first link of each kind: "out", "in", "nic out", "nic in", "pair".
         free_at: seconds from which each link is free, fp64 [links].
         idle_gap: (begin, end) of the last gap in which each link was idle, fp64 [links, 2].
-        busy_seconds: seconds that each link has served, fp64 [links].
     """
 
     def __init__(self, cluster: Cluster, nodes: int) -> None:
@@ -39,11 +37,9 @@ class LinkQueues:
         rates = [cluster.effective_rank] * 2 + [cluster.effective_nic] * 2 + [cluster.effective_pair]
         ends = np.cumsum(list(counts.values()))
         self.first_of_kind = dict(zip(counts, [0, *ends[:-1].tolist()], strict=True))
-        self.kind_of_link = np.repeat(list(counts), list(counts.values()))
         self.rate = np.repeat(np.array(rates), list(counts.values()))
         self.free_at = np.zeros(len(self.rate))
         self.idle_gap = np.zeros((len(self.rate), 2))
-        self.busy_seconds = np.zeros(len(self.rate))
         self._ranks_share_nics = nics < ranks
 
     def serve(
@@ -75,7 +71,6 @@ class LinkQueues:
         order = np.lexsort((ready, link))  # stable
         link, ready = link[order], ready[order]
         seconds = size[order] / self.rate[link]
-        self.busy_seconds += np.bincount(link, seconds, len(self.busy_seconds))
         first = group_starts(link)
         used = link[first]
         free, gap = self.free_at[used], self.idle_gap[used]

@@ -9,8 +9,9 @@ import numpy as np
 
 from mindspeed_cp.cluster.cluster import Cluster
 from mindspeed_cp.cluster.compute import LayerCost
-from mindspeed_cp.plan.program import Plan
-from mindspeed_cp.plan.transfers import TRANSFER, edge_steps, step_count
+from mindspeed_cp.layout import intersect_runs, union_of_runs
+from mindspeed_cp.plan.program import DIRECTIONS, Plan
+from mindspeed_cp.plan.transfers import TRANSFER, step_count
 from mindspeed_cp.plan.verify.memory import attention_peak_bytes
 
 #: A transfer of a timeline: a TRANSFER record and the seconds `begin` and `end` between which it is under way.
@@ -68,11 +69,6 @@ class Timeline:
         """Peak bytes of the attention on each rank, int64 [ranks] (:mod:`mindspeed_cp.plan.verify.memory`)."""
         return attention_peak_bytes(self.plan, self.layer.bytes_per_element)
 
-    @property
-    def edge_steps(self) -> int:
-        """Number of entries of `steps_forward` and `steps_backward` before the plan's steps, and after them."""
-        return edge_steps(self.plan)
-
     def is_attention(self, direction: str) -> np.ndarray:
         """Mask of a direction's timeline steps in which ranks compute attention or post messages, bool [steps]; the
         others run projections."""
@@ -87,33 +83,26 @@ class Timeline:
         busy = self.compute + self.linear
         return float(busy.max() / busy.mean()) if busy.mean() > 0 else 1.0
 
-    def launch_overhead(self, direction: str) -> np.ndarray:
-        """Return the part of `compute` in which ranks post messages, in each timeline step, fp64 [ranks, steps]."""
-        steps = step_count(self.plan, direction)
-        return launch_overheads(self.transfers(direction), self.ranks, steps, self.cluster.posting)
-
     @property
     def exposed(self) -> np.ndarray:
         """Seconds in which each rank waits for messages that are due, fp64 [ranks]."""
-        forward, backward = (
-            (steps[:, :, 2] - steps[:, :, 1]).sum(1) for steps in (self.steps_forward, self.steps_backward)
-        )
-        return forward + backward
+        both = np.concatenate([self.steps_forward, self.steps_backward], 1)
+        exposed: np.ndarray = (both[:, :, 2] - both[:, :, 1]).sum(1)
+        return exposed
 
     @property
     def hidden(self) -> np.ndarray:
         """Seconds in which each rank computes attention or projections while messages reach it, fp64 [ranks]."""
         out = np.zeros(self.ranks)
-        for transfers, steps in (
-            (self.transfers_forward, self.steps_forward),
-            (self.transfers_backward, self.steps_backward),
-        ):
+        for direction in DIRECTIONS:
+            transfers, steps = self.transfers(direction), self.steps(direction)
             order = np.argsort(transfers["dst"], kind="stable")
             bounds = np.searchsorted(transfers["dst"][order], np.arange(self.ranks + 1))
             for rank in range(self.ranks):
                 received = transfers[order[bounds[rank] : bounds[rank + 1]]]
-                intervals = _union(received["begin"], received["end"])
-                out[rank] += _overlap(intervals, steps[rank, :, 0], steps[rank, :, 1])
+                begin, end = union_of_runs(np.stack([received["begin"], received["end"]], 1)).T
+                _, _, first, last = intersect_runs(begin, end, steps[rank, :, 0], steps[rank, :, 1])
+                out[rank] += (last - first).sum()
         return out
 
     @property
@@ -127,29 +116,6 @@ class Timeline:
             f"Timeline({self.plan.algorithm}, {self.ranks} ranks of {self.cluster.name}, {self.total * 1e3:.4g} ms "
             f"modelled, {self.exposed.mean() * 1e3:.4g} ms exposed, imbalance {self.imbalance:.3f})"
         )
-
-
-def _union(begin: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Merge intervals into disjoint ascending ones, fp64 [n, 2]."""
-    order = np.argsort(begin, kind="stable")
-    begin, end = begin[order], np.maximum.accumulate(end[order]) if len(end) else end
-    first = np.flatnonzero(np.append(True, begin[1:] > end[:-1])[: len(begin)])
-    last = np.append(first[1:], len(begin)) - 1
-    return np.stack([begin[first], end[last]], 1) if len(begin) else np.zeros((0, 2))
-
-
-def _overlap(union: np.ndarray, start: np.ndarray, stop: np.ndarray) -> float:
-    """Return the seconds that disjoint ascending intervals `union` share with the intervals start..stop."""
-    if not len(union):
-        return 0.0
-    lengths = np.append(0.0, np.cumsum(union[:, 1] - union[:, 0]))
-
-    def covered_before(time: np.ndarray) -> np.ndarray:
-        interval = np.searchsorted(union[:, 0], time, "right") - 1
-        inside = np.clip(time - union[interval, 0], 0, union[interval, 1] - union[interval, 0])
-        return np.where(interval >= 0, lengths[interval] + inside, 0.0)
-
-    return float((covered_before(stop) - covered_before(start)).sum())
 
 
 # Launch overhead of messages: the seconds in which a rank posts them, :attr:`mindspeed_cp.cluster.Cluster.posting` for
@@ -216,9 +182,9 @@ def waiting_causes(timeline: Timeline) -> list[tuple[str, float]]:
     slowest rank.
     """
     seconds_by_cause: dict[str, float] = {}
-    for direction, sent in (("forward", timeline.transfers_forward), ("backward", timeline.transfers_backward)):
+    for direction in DIRECTIONS:
         waits = wait_records(timeline, direction)
-        messages = sent[waits["message"]]
+        messages = timeline.transfers(direction)[waits["message"]]
         far = is_internode(messages, timeline.cluster)
         for kind, name in enumerate(MESSAGE_KIND_SHORT):
             for is_between, location in enumerate(("inside nodes", "between nodes")):
@@ -231,11 +197,6 @@ def waiting_causes(timeline: Timeline) -> list[tuple[str, float]]:
     if late > 1e-12 + 1e-9 * timeline.total:
         seconds_by_cause["the slowest rank at the end"] = late
     return sorted(seconds_by_cause.items(), key=lambda entry: -entry[1])
-
-
-def fetch_waits(timeline: Timeline) -> float:
-    """Return the mean seconds in which a rank waits for keys and values, or their gradients, between steps."""
-    return sum(seconds for cause, seconds in waiting_causes(timeline) if cause.startswith(("keys", "gradients")))
 
 
 def is_internode(sent: np.ndarray, cluster: Cluster) -> np.ndarray:

@@ -55,9 +55,9 @@ def test_after_the_fastest_placement_come_those_of_other_kinds_that_are_nearly_a
         "slow": (PlacementPolicy(1.0, NEVER, flexible=True), 1.06, 1.3),
     }
     tried = []
-    for number, (policy, seconds, most) in enumerate(policies.values()):
+    for policy, seconds, most in policies.values():
         score = SimpleNamespace(tokens=np.array([2 - most, most]))
-        tried.append(_Trial(Placement(policy, members, {}), score, seconds, number))  # type: ignore[arg-type]
+        tried.append(_Trial(Placement(policy, members, {}), score, seconds))  # type: ignore[arg-type]
     result = PlacementSearch.__new__(PlacementSearch)  # without a search
     result.tried = tried
     names = {trial.placement: name for trial, name in zip(tried, policies, strict=True)}
@@ -110,7 +110,7 @@ def test_short_documents_are_not_cut_over_nodes_that_they_would_fill() -> None:
 def test_of_equally_loaded_ranks_those_of_all_nodes_get_documents_in_turn() -> None:
     """22 equal documents on 4 nodes of 4: the second documents of 6 ranks are not all on the first two nodes."""
     placer = DocumentPlacer(model_of(Documents([5000] * 22), Topology(4, 4, "h200")))
-    owners = placer.place(PlacementPolicy(cut=2.0, split=NEVER, power=True)).whole.rank  # without repair
+    owners = placer.place(PlacementPolicy(cut=2.0, split=NEVER, power=True)).whole.rank
     assert sorted(np.bincount(owners // 4, minlength=4)) == [5, 5, 6, 6]
     assert np.bincount(owners, minlength=16).max() == 2
 

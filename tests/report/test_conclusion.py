@@ -20,7 +20,7 @@ def result(name: str, attention: float, exposed: float, late: float = 0.0, ring:
 def comparison(*results: AlgorithmResult) -> Comparison:
     ordered = sorted(results, key=lambda result: result.metrics.seconds)
     ring = next(result for result in ordered if result.name == "ring")
-    return Comparison(cast(Any, None), 1e-3, ring, tuple(ordered), (), ())
+    return Comparison(cast(Any, None), 1e-3, ring, tuple(ordered), {}, ())
 
 
 RING = result("ring", 4e-3, 4e-3)

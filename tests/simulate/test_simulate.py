@@ -1,19 +1,20 @@
-"""The simulator against closed forms: transfers, rings, exchanges, head splits, relays, memory, steps."""
+"""The simulator against closed forms: transfers, rings, exchanges, head splits, relays, memory, posting."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from benchmarks.published.timing import simulate_layers, simulate_step
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, simulate_plan
 from mindspeed_cp.cluster import Cluster, ComputeCost, LayerCost, load_cluster
 from mindspeed_cp.data.lengths import sample_batch
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import program
+from mindspeed_cp.plan.transfers import TRANSFER
 from mindspeed_cp.plan.verify.memory import attention_peak_bytes
 from mindspeed_cp.simulate.link_queues import LinkQueues
 from mindspeed_cp.simulate.tile_work import TileCounter
+from mindspeed_cp.simulate.timeline import launch_overheads
 
 MHA = AttentionConfig(heads=32, head_dim=128)
 FULL = AttentionConfig(heads=32, head_dim=128, mask="full")
@@ -138,28 +139,6 @@ def test_memory_counts_what_ranks_hold_and_what_travels() -> None:
     assert (attention_peak_bytes(gathered) > attention_peak_bytes(plan)).all()
 
 
-def test_a_step_is_its_slowest_replica_and_what_of_the_reduction_is_left() -> None:
-    cluster, plan = load_cluster("a2"), build_plan(Documents([4096] * 2), Topology(1, 2), MHA, "ring")
-    micro, size = simulate_layers(plan, cluster, 2), 1e9
-    step = simulate_step([[micro, micro], [micro]], cluster)
-    assert step.total == pytest.approx(2 * micro.seconds) and step.reduction == 0
-    assert step.waiting == pytest.approx([0, micro.seconds])
-    expected = 2 * size * 3 / 4 / cluster.effective_rank
-    assert cluster.reduction_seconds(size, 4) == pytest.approx(expected) and cluster.reduction_seconds(size, 1) == 0
-    nics = load_cluster("a800")  # 4 NICs, slower than its in-node links
-    assert nics.reduction_seconds(size, 16) == pytest.approx(2 * size * 15 / 16 / (4 * nics.effective_nic))
-    apart = simulate_step([[micro], [micro]], cluster, size, layers=2, overlap=False)
-    overlapped = simulate_step([[micro], [micro]], cluster, size, layers=2)
-    assert apart.total == pytest.approx(micro.seconds + expected)
-    assert overlapped.exposed_reduction == pytest.approx(max(expected / 2, expected - micro.layer_backward))
-    for wrong, says in (
-        (([[micro, micro], [micro]], cluster), "2, 1 micro-batches"),
-        (([], cluster), "no micro-batch"),
-    ):
-        with pytest.raises(ConfigError, match=says):
-            simulate_step(*wrong, together=True)
-
-
 @pytest.mark.parametrize("attention", [
     AttentionConfig(heads=6, kv_heads=2, head_dim=16),
     AttentionConfig(heads=6, head_dim=16, mask="full"),
@@ -219,3 +198,36 @@ def test_time_is_compute_linear_layers_and_waiting(algorithm: str) -> None:
     assert made.total >= (made.compute + made.linear).max() - 1e-12
     for turns in (made.steps_forward, made.steps_backward):
         assert (np.diff(turns, axis=2) >= -1e-12).all() and (turns[:, 1:, 0] >= turns[:, :-1, 2] - 1e-12).all()
+
+
+# Posting: every rank pays for each message that it sends or receives.
+
+
+def table(*rows: tuple[int, int, int, int, int]) -> np.ndarray:
+    """Transfers of a byte by (src, dst, start, done, part)."""
+    out = np.zeros(len(rows), TRANSFER)
+    for i, (src, dst, start, done, part) in enumerate(rows):
+        out[i] = (src, dst, start, done, 0, part, 1.0)
+    return out
+
+
+def test_both_ends_of_each_message_pay() -> None:
+    rows = table((0, 1, 0, 1, 0), (0, 2, 0, 0, 0), (0, 2, 0, 0, 1), (2, 1, 1, 1, 0))
+    assert launch_overheads(rows, 3, 2, 2.0).tolist() == [[6, 0], [2, 2], [4, 2]]
+    assert not launch_overheads(rows, 3, 2, 0.0).any() and not launch_overheads(rows[:0], 3, 2, 2.0).any()
+
+
+def test_a_plan_pays_for_its_messages_and_they_leave_when_all_are_posted() -> None:
+    plan = build_plan(Documents([4 * 512]), Topology(1, 4), MHA, "direct")
+    cluster, seconds = load_cluster("a2").with_ranks(4), 1e-3
+    free, charged = (simulate_plan(plan, cluster.with_values(posting=post), NO_LINEAR) for post in (0.0, seconds))
+    messages = np.zeros(4)
+    for sent in (free.transfers_forward, free.transfers_backward):
+        messages += np.bincount(sent["src"], minlength=4) + np.bincount(sent["dst"], minlength=4)
+    assert messages.min() > 0
+    assert charged.compute - free.compute == pytest.approx(messages * seconds)
+    assert charged.total > free.total
+    sent, steps = charged.transfers_forward, charged.steps_forward
+    first = sent[sent["start"] == sent["start"].min()]
+    posted = seconds * 2 * (first["src"] == first["src"][0]).sum()
+    assert (first["begin"] >= steps[first["src"], first["start"], 0] + posted * (1 - 1e-9)).all()

@@ -1,23 +1,19 @@
-"""Keys and values that every rank needs, where they are, and the messages that bring them.
+"""Keys and values that every rank needs, and where they are.
 
 All ranks are computed at once, without loops.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
 import numpy as np
 
-from mindspeed_cp.layout import TOKEN_SPAN, Layout, intersect_runs, join_runs, union_of_runs
-from mindspeed_cp.layout.runs import concatenate_records, group_starts
+from mindspeed_cp.layout import TOKEN_SPAN, Layout, intersect_runs, union_of_runs
+from mindspeed_cp.layout.runs import group_starts
 from mindspeed_cp.plan.problem import AttentionConfig
-from mindspeed_cp.plan.records import MESSAGE, ROW_RUN, Messages
-
-#: Function of (dst, src) of fetches that returns the indices of those to keep, in their order, and their stages.
-Select = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,11 +111,6 @@ class NeededTokens:
         taker = runs[:, 0] // stride
         return NeededTokens(taker, runs[:, 0] - taker * stride, runs[:, 1] - taker * stride)
 
-    def rank_runs(self, ranks: int) -> list[np.ndarray]:
-        """Return the runs of each rank: first and last-plus-one tokens, int64 [runs, 2], ascending."""
-        runs = np.stack([self.first, self.last], 1)
-        return np.split(runs, np.searchsorted(self.taker, np.arange(1, ranks)))
-
 
 @dataclass(frozen=True, eq=False)
 class KvOwners:
@@ -157,16 +148,13 @@ class KvOwners:
         length = self.spans["stop"] - self.spans["start"]
         return distance, order, address[order], (address + length)[order]
 
-    def fetch_list(
-        self, needs: NeededTokens, domain_of: np.ndarray | None = None, select: Select | None = None
-    ) -> KvFetches:
+    def fetch_list(self, needs: NeededTokens, domain_of: np.ndarray | None = None) -> KvFetches:
         """Return what the takers fetch, sorted by (dst, start); dst is the taker, stage and dst_row are 0. Tokens
         without an owner are left out.
 
         Args:
             needs: the needed tokens.
             domain_of: domain of each taker; default: one domain.
-            select: function of (dst, src) that returns which fetches to keep, in which order, and their stages.
         """
         distance, order, first, last = self._addresses
         shift = 0 if domain_of is None else domain_of[needs.taker] * distance
@@ -174,18 +162,14 @@ class KvOwners:
         need, owner, start, stop = intersect_runs(
             np.minimum(needs.first, limit) + shift, np.minimum(needs.last, limit) + shift, first, last
         )
-        span, dst = order[owner], needs.taker[need]
+        span, zero = order[owner], np.zeros(len(need), np.int64)
         owner_rank, first_token, document = (
             np.ascontiguousarray(self.spans[name]) for name in ("rank", "start", "doc")
         )
-        src, stage = owner_rank[span], np.zeros(len(need), np.int64)
-        if select is not None:
-            keep, stage = select(dst, src)
-            need, span, start, stop, dst, src = (column[keep] for column in (need, span, start, stop, dst, src))
         if domain_of is not None:
             start, stop = start - shift[need], stop - shift[need]  # type: ignore[index]  # an array in this case
         src_row = (self.row - first_token)[span] + start
-        return KvFetches(stage, dst, src, document[span], start, stop, src_row, np.zeros(len(need), np.int64))
+        return KvFetches(zero, needs.taker[need], owner_rank[span], document[span], start, stop, src_row, zero)
 
 
 def needed_tokens(
@@ -236,53 +220,3 @@ def nodes_apart(layout: Layout, per_node: int, doc: np.ndarray, src: np.ndarray,
     count = np.maximum(np.searchsorted(held, (doc + 1) * nodes) - first, 1)
     place = [np.searchsorted(held, doc * nodes + node) - first for node in (src, dst)]
     return (place[1] - place[0]) % count
-
-
-def messages_of(fetches: KvFetches, src_slot: np.ndarray, dst_slot: np.ndarray) -> tuple[Messages, np.ndarray]:
-    """Return one message for every stage, source and target, without steps, and the stage of each message.
-
-    Rows that are consecutive on both sides are one run.
-
-    Args:
-        fetches: those of one (stage, dst) lie side by side in the order of their dst_row.
-        src_slot, dst_slot: slots of each stage, int64 [stages].
-    """
-    if not len(fetches):
-        return Messages.empty(), np.zeros(0, np.int64)
-    slot = np.zeros(len(fetches), np.int64)  # number of the (stage, dst)
-    slot[fetches.slot_begins[1:]] = 1
-    key = np.cumsum(slot) * (int(fetches.src.max()) + 1) + fetches.src
-    order: np.ndarray | slice = slice(None)
-    if (key[1:] < key[:-1]).any():
-        order = np.argsort(key.astype(np.min_scalar_type(int(key.max()))), kind="stable")  # small integers: by radix
-        key = key[order]
-    runs = np.empty(len(fetches), ROW_RUN)
-    runs["src_row"], runs["dst_row"], runs["rows"] = (
-        column[order] for column in (fetches.src_row, fetches.dst_row, fetches.rows)
-    )
-    first = group_starts(key)
-    breaks = np.zeros(len(runs), bool)
-    breaks[first] = True
-    joined, joined_from = join_runs(runs, ("src_row", "dst_row"), breaks)
-    items = np.empty(len(first), MESSAGE)
-    fetch = first if isinstance(order, slice) else order[first]
-    stage = fetches.stage[fetch]
-    items["src"], items["dst"] = fetches.src[fetch], fetches.dst[fetch]
-    items["src_slot"], items["dst_slot"] = src_slot[stage], dst_slot[stage]
-    items["first"] = np.searchsorted(joined_from, first)
-    items["count"] = np.diff(np.append(items["first"], len(joined)))
-    items["rows"] = np.add.reduceat(runs["rows"], first)
-    return Messages(items, joined), stage
-
-
-def concatenate_messages(lists: list[Messages]) -> Messages:
-    """Concatenate lists of messages, in global order."""
-    items, runs, total = [], [], 0
-    for messages in lists:
-        items.append(messages.items.copy())
-        items[-1]["first"] += total
-        runs.append(messages.runs)
-        total += len(messages.runs)
-    if not items:
-        return Messages.empty()
-    return Messages(concatenate_records(items), concatenate_records(runs)).in_global_order()

@@ -3,9 +3,8 @@
 A round is the set of keys and values that ranks fetch inside their node and compute with in one step (under direct:
 from one source). A stage is the set of keys and values that ranks fetch from nodes at one distance. There are up to two
 rounds (the first and the second halves of documents, so that the first round arrives early), and a stage for each
-distance. All keys of a round or stage lie
-in one slot in token order, so that they make as few tiles as possible. With routing
-(:mod:`mindspeed_cp.algorithms.kv_fetch.schedule`) a block crosses to a node once::
+distance. All keys of a round or stage lie in one slot in token order, so that they make as few tiles as possible. With
+routing (:mod:`mindspeed_cp.algorithms.kv_fetch.schedule`) a block crosses to a node once::
 
     step            0           1           2           3           4
     computes        own         round 1     round 2     stage 1     stage 2
@@ -19,15 +18,11 @@ block are kept for the steps in which the last of them travel.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from mindspeed_cp.algorithms.kv_fetch.needs import (
-    KvFetches,
-    KvOwners,
-    concatenate_messages,
-    needed_tokens,
-)
+from mindspeed_cp.algorithms.kv_fetch.needs import KvFetches, KvOwners, needed_tokens
 from mindspeed_cp.algorithms.kv_fetch.schedule import Schedule, direct_schedule, schedule
 from mindspeed_cp.algorithms.split_local_block import LATE_SHARE, local_block_work, split_local_block
 from mindspeed_cp.layout import Layout
@@ -98,17 +93,11 @@ def direct_fetch_programs(
             not used. Rounds that bring nothing to any rank are left out.
         prefetch: rounds in flight while one is computed, 1 or more; slots are one more.
     """
-
-    def select(dst: np.ndarray, src: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Leave out what a rank has itself; sort by target and round."""
-        keep = np.flatnonzero(src != dst)
-        number = round_of[(dst - src)[keep]]  # of a negative offset: counted from the end
-        key = dst[keep] * (int(number.max(initial=0)) + 1) + number
-        order = np.argsort(key.astype(np.min_scalar_type(int(key.max(initial=0)))), kind="stable")  # by radix
-        return keep[order], number[order]
-
-    fetches = KvOwners.of(keys).fetch_list(needed_tokens(queries, keys, attention), select=select)
-    return programs_of_rounds(queries, keys, attention, fetches.packed(), prefetch)
+    fetches = KvOwners.of(keys).fetch_list(needed_tokens(queries, keys, attention))
+    fetches = fetches[fetches.src != fetches.dst]
+    number = round_of[fetches.dst - fetches.src]  # of a negative offset: counted from the end
+    order = np.argsort(fetches.dst * (int(number.max(initial=0)) + 1) + number, kind="stable")
+    return programs_of_rounds(queries, keys, attention, replace(fetches, stage=number)[order].packed(), prefetch)
 
 
 def programs_of_rounds(
@@ -136,44 +125,45 @@ def _programs(
         shares: shares of the local block in the steps of the backward.
         alone: shares of the local block in the steps of both programs if nothing is fetched.
     """
-    contents, spans = slot_contents(keys, times)
-    capacity = slot_capacity(keys, times)
-    messages = [hop.messages() for hop in times.hops]
-    fetch = concatenate_messages([fetch for fetch, _ in messages])
-    documents, none = keys.documents, Messages.empty()
+    contents, spans = _slot_contents(keys, times)
+    capacity = np.zeros((keys.ranks, 1 + max(int(hop.dst_slot.max(initial=0)) for hop in times.hops)), np.int64)
+    capacity[:, 0] = keys.token_counts
+    for hop in times.hops:
+        fetches = hop.fetches[hop.fetches.slot_ends - 1] if len(hop.fetches) else hop.fetches  # the last of each slot
+        slot = hop.dst_slot[fetches.stage]
+        np.maximum.at(capacity, (fetches.dst, slot), fetches.dst_row + fetches.rows)
+    fetch, reduce = (_in_global_order(lists) for lists in zip(*(hop.messages() for hop in times.hops), strict=True))
+    steps, documents = times.steps, keys.documents
+    if not len(fetch) and len(alone) > 1:
+        contents, spans = split_local_block(queries, keys, attention, contents, spans, alone)
+        steps = alone[-1][0] + 1
+    forward = Program(steps, capacity, queries, documents, attention, contents, spans, fetch, Messages.empty())
     if not len(fetch):
-        steps = times.steps
-        if len(alone) > 1:
-            contents, spans = split_local_block(queries, keys, attention, contents, spans, alone)
-            steps = alone[-1][0] + 1
-        forward = Program(steps, capacity, queries, documents, attention, contents, spans, fetch, none)
         return forward, forward
-    forward = Program(times.steps, capacity, queries, documents, attention, contents, spans, fetch, none)
-    reduce = concatenate_messages([reduce for _, reduce in messages])
     contents, spans = split_local_block(queries, keys, attention, contents, spans, shares)
-    return forward, Program(
-        times.last + 1, capacity, queries, documents, attention, contents, spans, fetch, reduce
-    )  # fmt: skip
+    return forward, replace(forward, steps=times.last + 1, contents=contents, spans=spans, reduce=reduce)
 
 
-def slot_contents(keys: Layout, times: Schedule) -> tuple[np.ndarray, np.ndarray]:
+def _in_global_order(lists: tuple[Messages, ...]) -> Messages:
+    """Concatenate lists of messages, in global order."""
+    items = concatenate_records([messages.items for messages in lists])
+    counts = [len(messages.runs) for messages in lists]
+    items["first"] += np.repeat(np.cumsum(counts) - counts, [len(messages) for messages in lists])
+    return Messages(items, concatenate_records([messages.runs for messages in lists])).in_global_order()
+
+
+def _slot_contents(keys: Layout, times: Schedule) -> tuple[np.ndarray, np.ndarray]:
     """Return the contents of all slots, local blocks first, and the spans that they refer to."""
     local = np.zeros(keys.ranks, CONTENT)
-    local["rank"], local["first"], local["count"] = (
-        np.arange(keys.ranks),
-        keys.span_offsets[:-1],
-        np.diff(keys.span_offsets),
-    )
+    local["rank"], local["first"] = np.arange(keys.ranks), keys.span_offsets[:-1]
+    local["count"] = np.diff(keys.span_offsets)
     spans, contents, total = [keys.spans], [local[local["count"] > 0]], len(keys.spans)
     for buffer in times.buffers:
         fetches = buffer.fetches
         first = fetches.slot_begins
         received, stage = np.zeros(len(first), CONTENT), fetches.stage[first]
-        received["rank"], received["step"], received["slot"] = (
-            fetches.dst[first],
-            buffer.step[stage],
-            buffer.slot[stage],
-        )
+        received["rank"], received["step"] = fetches.dst[first], buffer.step[stage]
+        received["slot"] = buffer.slot[stage]
         received["first"], received["count"] = total + first, fetches.slot_ends - first
         spans.append(fetches.spans_of(fetches.dst))
         total += len(fetches)
@@ -181,18 +171,6 @@ def slot_contents(keys: Layout, times: Schedule) -> tuple[np.ndarray, np.ndarray
             received = received[np.logical_or.reduceat(buffer.needed, first)]
         contents.append(received)
     return sorted_contents(concatenate_records(contents)), concatenate_records(spans)
-
-
-def slot_capacity(keys: Layout, times: Schedule) -> np.ndarray:
-    """Return the rows of every slot, int64 [ranks, slots]."""
-    slots = 1 + max((int(hop.dst_slot.max(initial=0)) for hop in times.hops), default=0)
-    capacity = np.zeros((keys.ranks, slots), np.int64)
-    capacity[:, 0] = keys.token_counts
-    for hop in times.hops:
-        fetches = hop.fetches[hop.fetches.slot_ends - 1] if len(hop.fetches) else hop.fetches  # the last of each slot
-        slot = hop.dst_slot[fetches.stage]
-        np.maximum.at(capacity, (fetches.dst, slot), fetches.dst_row + fetches.rows)
-    return capacity
 
 
 def _on_several_ranks(layout: Layout) -> np.ndarray:

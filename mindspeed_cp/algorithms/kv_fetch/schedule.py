@@ -10,17 +10,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mindspeed_cp.algorithms.kv_fetch.needs import (
-    KvFetches,
-    KvOwners,
-    NeededTokens,
-    messages_of,
-    nodes_apart,
-)
-from mindspeed_cp.layout import Layout, intersect_runs
+from mindspeed_cp.algorithms.kv_fetch.needs import KvFetches, KvOwners, NeededTokens, nodes_apart
+from mindspeed_cp.layout import Layout, intersect_runs, join_runs
 from mindspeed_cp.layout.runs import group_starts
 from mindspeed_cp.plan.problem import Topology
-from mindspeed_cp.plan.records import Messages
+from mindspeed_cp.plan.records import MESSAGE, ROW_RUN, Messages
 
 #: Steps that a block may take to cross to another node where slots are reused.
 CROSSING_STEPS = 2
@@ -46,10 +40,30 @@ class Hop:
     dst_slot: np.ndarray
 
     def messages(self) -> tuple[Messages, Messages]:
-        """Return the messages that carry keys and values, and those that carry their gradients back."""
-        fetch, stage = messages_of(self.fetches, self.src_slot, self.dst_slot)
+        """Return the messages that carry keys and values, and those that carry their gradients back: one for every
+        stage, source and target. Rows that are consecutive on both sides are one run."""
+        fetches = self.fetches
+        if not len(fetches):
+            return Messages.empty(), Messages.empty()
+        slot = np.zeros(len(fetches), np.int64)  # number of the (stage, dst)
+        slot[fetches.slot_begins[1:]] = 1
+        key = np.cumsum(slot) * (int(fetches.src.max()) + 1) + fetches.src
+        order = np.argsort(key, kind="stable")
+        fetches, first = fetches[order], group_starts(key[order])
+        runs = np.empty(len(fetches), ROW_RUN)
+        runs["src_row"], runs["dst_row"], runs["rows"] = fetches.src_row, fetches.dst_row, fetches.rows
+        breaks = np.zeros(len(runs), bool)
+        breaks[first] = True
+        joined, joined_from = join_runs(runs, ("src_row", "dst_row"), breaks)
+        stage, items = fetches.stage[first], np.empty(len(first), MESSAGE)
+        items["src"], items["dst"] = fetches.src[first], fetches.dst[first]
+        items["src_slot"], items["dst_slot"] = self.src_slot[stage], self.dst_slot[stage]
+        items["first"] = np.searchsorted(joined_from, first)
+        items["count"] = np.diff(np.append(items["first"], len(joined)))
+        items["rows"] = np.add.reduceat(runs["rows"], first)
+        fetch = Messages(items, joined)
         reduce = fetch.reversed()
-        fetch.items["start"], fetch.items["done"] = self.start[stage], self.done[stage]
+        items["start"], items["done"] = self.start[stage], self.done[stage]
         reduce.items["start"], reduce.items["done"] = self.back[stage], self.back_done[stage]
         return fetch, reduce
 
@@ -321,35 +335,20 @@ def _helpers(crossing: KvFetches, nodes: int, per_node: int) -> tuple[KvFetches,
 
     kept_rows = np.clip(limit - offset, 0, length)
     stays, moves = kept_rows > 0, kept_rows < length
+    if not moves.any():
+        return parts, parts.src
     stay = parts[stays].shortened(np.zeros(1, np.int64), kept_rows[stays])
     surplus = parts[moves].shortened(kept_rows[moves], (length - kept_rows)[moves])
-    moved, helper = _fill(surplus, case[moves], load, share, uneven, few, per_node, nodes)
-    return KvFetches.concatenate([stay, moved]), np.concatenate([stay.src, helper])
-
-
-def _fill(
-    surplus: KvFetches,
-    case: np.ndarray,
-    load: np.ndarray,
-    share: np.ndarray,
-    uneven: np.ndarray,
-    few: np.ndarray,
-    per_node: int,
-    nodes: int,
-) -> tuple[KvFetches, np.ndarray]:
-    """Lay the surplus of each case, in order, onto the free room of the case's ranks, in order; return the fetches, cut
-    at the borders of that room, and the rank that sends each."""
-    if not len(surplus):
-        return surplus, surplus.src
+    # The surplus of each case, in order, is laid onto the free room of the case's ranks, in order, and cut at its
+    # borders.
+    case, length = case[moves], surplus.rows
     takes = uneven[:, None] & (few[:, None] | (load > 0))
     room = np.where(takes, np.maximum(share[:, None] - load, 0), 0)
-    length = surplus.rows
     stride = int(max(room.sum(1).max(), length.sum())) + 1  # cases lie apart on one axis
-    before = np.cumsum(length) - length
-    first = group_starts(case)
-    before = before - np.repeat(before[first], np.diff(np.append(first, len(case))))
-    begin = before + case * stride
+    before, first = np.cumsum(length) - length, group_starts(case)
+    begin = before - np.repeat(before[first], np.diff(np.append(first, len(case)))) + case * stride
     room_begin = np.cumsum(room, 1) - room + np.arange(len(room))[:, None] * stride
     source, seat, low, high = intersect_runs(begin, begin + length, room_begin.ravel(), (room_begin + room).ravel())
     moved = surplus[source].shortened(low - begin[source], high - low)
-    return moved, (seat // per_node % nodes) * per_node + seat % per_node
+    helper = (seat // per_node % nodes) * per_node + seat % per_node
+    return KvFetches.concatenate([stay, moved]), np.concatenate([stay.src, helper])

@@ -19,6 +19,7 @@ from mindspeed_cp.algorithms.split_local_block import LATE_SHARE
 from mindspeed_cp.cluster import Cluster, ComputeCost, LayerCost
 from mindspeed_cp.cluster.compute import ATTENTION_BACKWARD, LINEAR_BACKWARD
 from mindspeed_cp.layout import Documents
+from mindspeed_cp.layout.runs import group_starts
 from mindspeed_cp.plan.problem import AttentionConfig, Topology, document_pairs
 
 #: Bytes of keys, values and their gradients in the backward divided by those of the forward: K and V once more, and
@@ -60,11 +61,11 @@ class PhaseSeconds:
         self.split_node, self.into, self.out, self.into_node, self.out_node, self.largest_into = np.zeros((6, ranks))
         self.nic, self.last_nic, self.routed = np.zeros((3, nodes))
 
-    def add(self, rank: np.ndarray, **seconds: np.ndarray) -> None:
-        """Add values to the ranks' sums; `rank` has the rank of each value."""
+    def add(self, group: np.ndarray, size: int, **seconds: np.ndarray) -> None:
+        """Add values to the sums of all members of groups of `size` neighbours; `group` has the group of each value."""
         for name, value in seconds.items():
-            total = getattr(self, name)
-            total += np.bincount(rank, value, len(total))
+            total = getattr(self, name).reshape(-1, size)
+            total += np.bincount(group, value, len(total))[:, None]
 
     def seconds(self, backward: bool, ranks_per_node: int) -> np.ndarray:
         """Return the seconds of one direction, fp64 [ranks]."""
@@ -172,6 +173,7 @@ class PlacementModel:
         self.kv_row = attention.kv_row.channels * BYTES_PER_ELEMENT
         self.q_row = attention.heads * attention.head_dim * BYTES_PER_ELEMENT
         self.out_row = attention.heads * attention.head_dim_v * BYTES_PER_ELEMENT
+        self._node_rate = cluster.nics_per_node * cluster.effective_nic  # bytes/second of all NICs of a node
 
     def divided(self, with_linear: bool = True) -> tuple[np.ndarray, np.ndarray]:
         """Return the costs of documents that ranks share, fp64 [documents] each: seconds in long tiles, to be divided
@@ -194,39 +196,28 @@ class PlacementModel:
         forward, backward = (phases.seconds(backward, topology.ranks_per_node) for backward in (False, True))
         linear = self.cost.linear_layer_seconds(phases.tokens) * (1 + LINEAR_BACKWARD)
         redistribution = 0.0
-        if placement.policy.remap:
-            redistribution = self._linear_redistribution(phases.tokens)
-            linear = np.full(ranks, linear.mean())
+        if placement.policy.remap:  # q, k, v and out move between two layouts, forward and backward
+            linear, mean = np.full(ranks, linear.mean()), phases.tokens.mean()
+            of_nodes = phases.tokens.reshape(-1, topology.ranks_per_node).sum(1)
+            rank_surplus, node_surplus = phases.tokens.max() - mean, of_nodes.max() - mean * topology.ranks_per_node
+            row = self.q_row + self.kv_row + self.out_row
+            on_nics = node_surplus * row / self._node_rate
+            redistribution = 2 * max(rank_surplus * row / self.cluster.effective_rank, on_nics, 0.0)
         ready = forward + linear  # to begin the backward
-        total = float(max((ready + backward).max(), self._latest_shared(placement, ready, phases))) + redistribution
-        busy = phases.attention * (1 + ATTENTION_BACKWARD) + linear
-        return PlacementEstimate(total, busy, phases.tokens, ready + backward - busy)
-
-    def _latest_shared(self, placement: Placement, ready: np.ndarray, phases: PhaseSeconds) -> float:
-        """Return when the last rank has computed its shared documents in the backward.
-
-        Ranks with more linear work reach the backward later than others. Ranks that share documents with them wait for
-        them.
-        """
+        last = float((ready + backward).max())
+        # Ranks with more linear work reach the backward later; those that share documents with them wait for them.
         cut = ATTENTION_BACKWARD * (1 - LOCAL_SHARE) * phases.cut
         split = ATTENTION_BACKWARD * (phases.split + phases.split_node)
-        last = 0.0
-        members = placement.whole
-        several = np.bincount(members.doc, minlength=len(self.lengths))[members.doc] > 1
-        doc, rank = members.doc[several], members.rank[several]
-        if len(doc):
-            first, count = _runs(doc)
-            latest = np.repeat(np.maximum.reduceat(ready[rank], first), count)
-            last = float((latest + cut[rank]).max())
-        for size, members in placement.split.items():
+        shared = [(1, placement.whole, cut), *((size, members, split) for size, members in placement.split.items())]
+        for size, members, work in shared:
             if len(members.doc):
-                first_ranks = np.arange(0, len(ready), size)
-                group_ready = np.maximum.reduceat(ready, first_ranks)
-                work = np.maximum.reduceat(split, first_ranks)
-                first, count = _runs(members.doc)
-                latest = np.repeat(np.maximum.reduceat(group_ready[members.rank], first), count)
-                last = max(last, float((latest + work[members.rank]).max()))
-        return last
+                group_ready, group_work = (x.reshape(-1, size).max(1) for x in (ready, work))
+                first = group_starts(members.doc)
+                latest = np.maximum.reduceat(group_ready[members.rank], first)
+                latest = np.repeat(latest, np.diff(np.append(first, len(members.doc))))
+                last = max(last, float((latest + group_work[members.rank]).max()))
+        busy = phases.attention * (1 + ATTENTION_BACKWARD) + linear
+        return PlacementEstimate(last + redistribution, busy, phases.tokens, ready + backward - busy)
 
     def _add_fetched(self, members: DocumentShares, phases: PhaseSeconds) -> None:
         """Add the documents whose keys are fetched, and those on a single rank."""
@@ -239,33 +230,34 @@ class PlacementModel:
         cut = size > 1
         short_side, calls = np.where(cut, rows / 2, rows), np.where(cut, EXTRA_CALLS, 0)
         seconds = self.cost.attention_seconds(self.pairs[doc] * share, short_side, calls)
-        phases.add(rank, attention=seconds, tokens=rows)
+        phases.add(rank, 1, attention=seconds, tokens=rows)
         if not cut.any():
             return
         doc, rank, share = doc[cut], rank[cut], share[cut]
-        phases.add(rank, cut=seconds[cut])
-        needed = self._needed_shares(share, *_runs(doc)) * self.lengths[doc]  # tokens of other members
-        doc_nodes, doc_node, members_on_node = _numbered(doc * nodes + rank // ranks_per_node)
+        phases.add(rank, 1, cut=seconds[cut])
+        needed = self._needed_shares(doc, share) * self.lengths[doc]  # tokens of other members
+        doc_nodes, doc_node, members_on_node = np.unique(
+            doc * nodes + rank // ranks_per_node, return_inverse=True, return_counts=True
+        )
         node_share = np.bincount(doc_node, weights=share)
         own_node = node_share[doc_node]
         others = np.maximum(1 - share, 1e-12)
         in_node_bytes = needed * (own_node - share) / others * self.kv_row
         internode_bytes = needed * (1 - own_node) / others * self.kv_row
         links = np.maximum(members_on_node[doc_node] - 1, 1)
-        phases.add(rank, inside=in_node_bytes / np.minimum(cluster.effective_rank, links * cluster.effective_pair))
+        phases.add(rank, 1, inside=in_node_bytes / np.minimum(cluster.effective_rank, links * cluster.effective_pair))
         if nodes == 1:
             return
         if not self.routing:
-            phases.add(rank, inside=internode_bytes / (cluster.effective_nic * cluster.nics_per_node / ranks_per_node))
+            phases.add(rank, 1, inside=internode_bytes / (self._node_rate / ranks_per_node))
             return
         node_doc, node = doc_nodes // nodes, doc_nodes % nodes
         nodes_of_doc = np.bincount(node_doc, minlength=len(self.lengths))
         received = self.lengths[node_doc] * (1 - node_share) * self.kv_row
         sent = self.lengths[node_doc] * node_share * (nodes_of_doc[node_doc] - 1) * self.kv_row
-        node_rate = cluster.nics_per_node * cluster.effective_nic
-        np.add.at(phases.routed, node, np.maximum(received, sent) / node_rate)
+        np.add.at(phases.routed, node, np.maximum(received, sent) / self._node_rate)
         relay_rate = min(cluster.effective_rank, max(ranks_per_node - 1, 1) * cluster.effective_pair)
-        phases.add(rank, inside=internode_bytes * (ranks_per_node - 1) / ranks_per_node / relay_rate)
+        phases.add(rank, 1, inside=internode_bytes * (ranks_per_node - 1) / ranks_per_node / relay_rate)
 
     def parts(self, placement: Placement) -> int:
         """Return the number of parts of documents whose heads are split inside nodes: up to MAX_SPLIT_PARTS, none with
@@ -291,24 +283,22 @@ class PlacementModel:
         each."""
         return 4 * (size - 1) * self.cluster.posting
 
-    def _redistribution_seconds(self, size: int) -> float:
+    def _redistribution_seconds(self, size: int) -> tuple[float, float]:
         """Return the seconds in which each of a group of `size` ranks gets its heads of a byte of a document's rows,
-        for all heads. Of the rows that a rank gets, one of `size` is its own, and others come from its node or over its
-        share of the NICs."""
+        for all heads, and how many ranks of the group get a key/value head. Of the rows that a rank gets, one of `size`
+        is its own, and others come from its node or over its share of the NICs."""
         cluster, ranks_per_node = self.cluster, self.topology.ranks_per_node
         peers = min(size, ranks_per_node) - 1
         seconds = peers / size / max(min(cluster.effective_rank, peers * cluster.effective_pair), 1.0)
         if size > ranks_per_node:
-            rate = cluster.nics_per_node * cluster.effective_nic / ranks_per_node
-            seconds = max(seconds, (1 - ranks_per_node / size) / rate)
-        return seconds / size
+            seconds = max(seconds, (1 - ranks_per_node / size) / (self._node_rate / ranks_per_node))
+        return seconds / size, max(1.0, min(size, self.attention.heads) / self.attention.kv_row.heads)
 
     def redistribution_work(self, size: int) -> np.ndarray:
         """Return the seconds of each document's redistributions over a group of `size` ranks, both ways, forward and
         backward, summed over the ranks, fp64 [documents]."""
-        copies = max(1.0, min(size, self.attention.heads) / self.attention.kv_row.heads)
-        row = self.q_row + self.kv_row * copies + self.out_row
-        return 2 * size * self.lengths * row * self._redistribution_seconds(size)
+        seconds, copies = self._redistribution_seconds(size)
+        return 2 * size * self.lengths * (self.q_row + self.kv_row * copies + self.out_row) * seconds
 
     def _add_split(self, size: int, members: DocumentShares, phases: PhaseSeconds) -> None:
         """Add the documents whose heads are split over groups of `size` ranks, and fetched between groups."""
@@ -323,68 +313,34 @@ class PlacementModel:
         head_share = -(-attention.heads // busy) / attention.heads  # of the rank with the most heads
         short_side = np.where(several, rows / 2, rows)
         seconds = self.cost.attention_seconds(self.pairs[doc] * share * head_share, short_side)
-        copies = max(1.0, busy / attention.kv_row.heads)
-        per_byte = self._redistribution_seconds(size)
+        per_byte, copies = self._redistribution_seconds(size)
         into, out = rows * per_byte * (self.q_row + self.kv_row * copies), rows * per_byte * self.out_row
         in_node = ~several & (size <= self.topology.ranks_per_node)
         for inside, chosen in (("_node", in_node), ("", ~in_node)):
-            for name, value in (("attention", seconds), (f"split{inside}", seconds), ("tokens", rows / size),
-                                (f"into{inside}", into), (f"out{inside}", out)):  # fmt: skip
-                total = np.bincount(group[chosen], value[chosen], groups)
-                getattr(phases, name).reshape(groups, size)[...] += total[:, None]
+            added = {"attention": seconds, f"split{inside}": seconds, "tokens": rows / size,
+                     f"into{inside}": into, f"out{inside}": out}  # fmt: skip
+            phases.add(group[chosen], size, **{name: value[chosen] for name, value in added.items()})
             calls = np.zeros(groups)  # all documents of a step share one call
             parts = float(phases.parts if inside else 1)
             # Attention takes longer in the backward, launches of messages do not.
             launches = parts * self._launch_overhead(size) * 2 / (1 + ATTENTION_BACKWARD)
             steps = np.where(several, 2.0, parts) * cluster.launch + launches
             np.maximum.at(calls, group[chosen], steps[chosen])
-            for name in ("attention", f"split{inside}"):
-                getattr(phases, name).reshape(groups, size)[...] += calls[:, None]
+            phases.add(np.arange(groups), size, **{"attention": calls, f"split{inside}": calls})
         largest = phases.largest_into.reshape(groups, size)
         np.maximum.at(largest, group[in_node], into[in_node][:, None])
         if several.any():
             nodes = size // self.topology.ranks_per_node
-            node_rate = cluster.nics_per_node * cluster.effective_nic
-            needed = self._needed_shares(share, *_runs(doc)) * self.lengths[doc] * self.kv_row * copies / nodes
-            for sums, value in ((phases.nic, needed), (phases.last_nic, needed / np.maximum(count - 1, 1))):
-                sums.reshape(groups, nodes)[...] += np.bincount(group, value / node_rate, groups)[:, None]
-            waiting = np.bincount(group, seconds * several, groups)
-            phases.crossing.reshape(groups, size)[...] += waiting[:, None]
+            needed = self._needed_shares(doc, share) * self.lengths[doc] * self.kv_row * copies / nodes
+            last = needed / np.maximum(count - 1, 1)
+            phases.add(group, nodes, nic=needed / self._node_rate, last_nic=last / self._node_rate)
+            phases.add(group, size, crossing=seconds * several)
 
-    def _needed_shares(self, share: np.ndarray, first: np.ndarray, size: np.ndarray) -> np.ndarray:
+    def _needed_shares(self, doc: np.ndarray, share: np.ndarray) -> np.ndarray:
         """Return the share of its document that each member needs from the other members."""
         if not self.attention.is_triangular:
             return 1 - share
         before = np.cumsum(share)
-        end = np.repeat(before[first + size - 1], size)
-        after = end - before  # shares of the members inside the mirror image
+        ends = np.append(group_starts(doc)[1:], len(doc))  # of the members of each document
+        after = np.repeat(before[ends - 1], np.diff(ends, prepend=0)) - before  # shares inside the mirror image
         return 0.5 * (1 - share) + 0.5 * after
-
-    def _linear_redistribution(self, tokens: np.ndarray) -> float:
-        """Return the seconds that moving q, k, v and out between two layouts takes, forward and backward."""
-        cluster, ranks_per_node = self.cluster, self.topology.ranks_per_node
-        mean = tokens.mean()
-        row = self.q_row + self.kv_row + self.out_row
-        rank_surplus = np.maximum(tokens - mean, 0).max() * row
-        node_surplus = np.maximum(tokens.reshape(-1, ranks_per_node).sum(1) - mean * ranks_per_node, 0).max() * row
-        node_rate = cluster.nics_per_node * cluster.effective_nic
-        return 2 * max(rank_surplus / cluster.effective_rank, node_surplus / node_rate)
-
-
-def _runs(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return begin and length of each run of equal numbers; `numbers` is not empty."""
-    change = np.flatnonzero(numbers[1:] != numbers[:-1])
-    first = np.zeros(len(change) + 1, np.int64)
-    np.add(change, 1, out=first[1:])
-    count = np.empty_like(first)
-    count[:-1], count[-1] = first[1:] - first[:-1], len(numbers) - first[-1]
-    return first, count
-
-
-def _numbered(keys: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the distinct keys in ascending order, the index of each entry's key among them, and their counts, as
-    np.unique does, but without sorting keys that are in order already."""
-    if (keys[1:] < keys[:-1]).any():
-        return np.unique(keys, return_inverse=True, return_counts=True)
-    first, count = _runs(keys)
-    return keys[first], np.repeat(np.arange(len(first)), count), count

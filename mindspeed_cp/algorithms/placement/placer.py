@@ -8,7 +8,6 @@ the cut documents are changed to level the loads: a rank may have any share of a
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_right, insort
 from collections.abc import Mapping, Sequence
 
@@ -26,13 +25,8 @@ from mindspeed_cp.algorithms.placement.loads import (
     fill_fewest,
     water_fill_without_crumbs,
 )
-from mindspeed_cp.algorithms.placement.policy import (
-    DocumentRanks,
-    DocumentShares,
-    Placement,
-    PlacementPolicy,
-    check_token_cap,
-)
+from mindspeed_cp.algorithms.placement.policy import DocumentRanks, DocumentShares, Placement, PlacementPolicy
+from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import assign_to_least_loaded
 
 # Long documents whole in groups of 1, 2, 4, ... neighbouring ranks that split heads, such that all groups are done at
@@ -106,123 +100,8 @@ def _packed(
     return group_size, group_first
 
 
-# Repair of a placement: the busiest ranks hand documents on.
-
-#: Ranks with more than this multiple of an equal share hand on documents, as long as that makes the busier of the two
-#: ranks less busy by at least REPAIR_MIN_GAIN.
-REPAIR_ABOVE, REPAIR_MIN_GAIN = 1.01, 0.004
-
-
-def repair_placement(
-    loads: RankLoads, shared: list[DocumentRanks], whole: list[DocumentRanks], fair: float, ranks_per_node: int
-) -> tuple[list[DocumentRanks], list[DocumentRanks]]:
-    """Let the busiest rank repeatedly hand on one of its whole documents, or share it with the idlest rank of its node,
-    while that helps. If the whole node is busy, the idlest rank of another node gets a whole document.
-
-    Args:
-        loads: loads of the ranks; updated.
-        shared: documents that may be on several ranks.
-        whole: documents on one rank.
-        fair: equal share of all work.
-        ranks_per_node: ranks of a node.
-
-    Returns:
-        `shared` and `whole` after the repair.
-    """
-    documents: dict[int, list[int]] = {}  # whole documents of each rank
-    for doc, (rank,), _ in whole + [entry for entry in shared if len(entry[1]) == 1]:
-        documents.setdefault(rank, []).append(doc)
-    moved: set[int] = set()
-    owners: dict[int, int] = {}  # new ranks of whole documents that were handed on
-    seconds = loads.seconds
-    busiest, idlest = _Heap(seconds, -1), _Heap(seconds, 1)
-    for _ in range(2 * len(seconds)):
-        rank = busiest.head
-        if seconds[rank] <= REPAIR_ABOVE * fair:
-            break
-        first = rank // ranks_per_node * ranks_per_node
-        taker = min(range(first, first + ranks_per_node), key=seconds.__getitem__)
-        if seconds[taker] > fair:
-            taker = idlest.head
-        same_node = rank // ranks_per_node == taker // ranks_per_node
-        handover = _best_handover(loads, rank, taker, documents.get(rank, []), same_node)
-        if handover is None:
-            break
-        doc, share = handover
-        documents[rank].remove(doc)
-        moved.add(doc)
-        loads.add(doc, [rank], [1.0], -1)
-        if share == 1:
-            loads.add(doc, [taker], [1.0])
-            documents.setdefault(taker, []).append(doc)
-            owners[doc] = taker
-        else:
-            owners.pop(doc, None)
-            ranks = sorted((rank, taker))
-            shares = [1 - share, share] if rank < taker else [share, 1 - share]
-            loads.add(doc, ranks, shares)
-            shared = [*shared, (doc, ranks, shares)]
-        for heap in (busiest, idlest):
-            heap.update((rank, taker))
-    if not moved:
-        return shared, whole
-    shared = [entry for entry in shared if len(entry[1]) > 1 or entry[0] not in moved]
-    kept = [entry for entry in whole if entry[0] not in moved]
-    return shared, [*kept, *((doc, [rank], [1.0]) for doc, rank in owners.items())]
-
-
-class _Heap:
-    """The rank with the least or (sign -1) the most load, the first of several."""
-
-    def __init__(self, seconds: list[float], sign: int) -> None:
-        self._seconds, self._sign = seconds, sign
-        self._heap = [(sign * load, rank) for rank, load in enumerate(seconds)]
-        heapq.heapify(self._heap)
-
-    def update(self, ranks: tuple[int, ...]) -> None:
-        """Take in new loads of ranks."""
-        for rank in ranks:
-            heapq.heappush(self._heap, (self._sign * self._seconds[rank], rank))
-
-    @property
-    def head(self) -> int:
-        """The rank; outdated entries are dropped."""
-        while True:
-            load, rank = self._heap[0]
-            if load == self._sign * self._seconds[rank]:
-                return rank
-            heapq.heappop(self._heap)
-
-
-def _best_handover(
-    loads: RankLoads, rank: int, taker: int, documents: list[int], may_share: bool
-) -> tuple[int, float] | None:
-    """Return the document of a rank, and the share of it for the taker, that minimize the higher load of the two ranks;
-    None if no document lowers it by REPAIR_MIN_GAIN."""
-    costs, seconds = loads.costs, loads.seconds
-    best, handover = seconds[rank] * (1 - REPAIR_MIN_GAIN), None
-    for doc in documents:
-        work = costs.work[doc]
-        giver_load, taker_load = seconds[rank] - work, seconds[taker]  # without the document
-        if loads.tokens[taker] + costs.lengths[doc] > loads.cap:
-            continue
-        if taker_load + work < best:
-            best, handover = max(taker_load + work, giver_load), (doc, 1.0)
-        divided, overhead = costs.divided[doc], costs.overhead[doc]
-        if divided <= 0 or not may_share:
-            continue
-        share = min(max((giver_load - taker_load + divided) / (2 * divided), MIN_SHARE / 2), 1 - MIN_SHARE / 2)
-        higher = max(giver_load + (1 - share) * divided, taker_load + share * divided) + overhead
-        if higher < best:
-            best, handover = higher, (doc, share)
-    return handover
-
-
-#: Part of redistributions inside a node that other parts do not hide, in flexible groups.
-FLEXIBLE_EXPOSED = 1.0
-
 #: How often the shares of cut documents are levelled.
-LEVELLING_SWEEPS = 2
+LEVELLING_SWEEPS = 3
 
 
 class DocumentPlacer:
@@ -251,25 +130,26 @@ class DocumentPlacer:
         #: Nodes in turn: equal documents, of which some ranks get more, then leave all nodes equally many tokens.
         self._ranks_in_turn = np.arange(self.ranks).reshape(self.nodes, self.per_node).T.ravel().tolist()
         self.min_cross_node_length = min_cross_node_length
-        check_token_cap(model.lengths, self.ranks, token_cap)
-        self.widest = 1  # nodes over which heads can be split: every rank needs one
-        while self.nodes % (2 * self.widest) == 0 and 2 * self.widest * self.per_node <= heads:
-            self.widest *= 2
         self.cap = UNBOUNDED if token_cap is None else float(token_cap)
+        longest, tokens = int(model.lengths.max(initial=0)), int(model.lengths.sum())
+        if tokens > self.ranks * self.cap:
+            what, most = f"document {int(np.argmax(model.lengths))}", longest
+            if longest <= self.ranks * self.cap:
+                what, most = "the batch", tokens
+            raise ConfigError(
+                f"{what} has {most} tokens, more than {self.ranks} ranks of max_seqlen_per_dp_cp_rank = {token_cap} "
+                f"hold; valid: max_seqlen_per_dp_cp_rank of {-(-tokens // self.ranks)} or more, or more ranks"
+            )
         work = model.work if with_linear else model.attention_work
         divided, overhead = model.divided(with_linear)
+        self.widest = 1  # nodes over which heads can be split: every rank needs one
         self._work_over = {1: work.tolist()}  # by number of nodes, with redistributions over NICs
-        width = 2
-        while width <= self.widest:
-            self._work_over[width] = (work + model.redistribution_work(width * self.per_node)).tolist()
-            width *= 2
-        self._flexible_seconds = {
-            size: (
-                (work + model.redistribution_work(size) * (FLEXIBLE_EXPOSED if size <= self.per_node else 1)) / size
-            ).tolist()
-            for size in [2**i for i in range(self.ranks.bit_length()) if self.per_node % 2**i == 0 and 2**i <= heads]
-            + [width * self.per_node for width in self._work_over if width > 1]
-        }
+        sizes = [2**i for i in range(self.ranks.bit_length()) if self.per_node % 2**i == 0 and 2**i <= heads]
+        while self.nodes % (2 * self.widest) == 0 and 2 * self.widest * self.per_node <= heads:
+            self.widest *= 2
+            sizes.append(self.widest * self.per_node)
+            self._work_over[self.widest] = (work + model.redistribution_work(sizes[-1])).tolist()
+        self._flexible_seconds = {size: ((work + model.redistribution_work(size)) / size).tolist() for size in sizes}
         order = np.argsort(-work, kind="stable")
         self._sorted_work = work[order]
         self.fair = float(work.sum()) / self.ranks
@@ -322,8 +202,6 @@ class DocumentPlacer:
         if not policy.power:
             for _ in range(LEVELLING_SWEEPS):
                 shared = [self._levelled(loads, *entry) for entry in shared]
-            shared, whole = repair_placement(loads, shared, whole, fair, self.per_node)
-            shared = [self._levelled(loads, *entry) for entry in shared]
         return Placement.from_lists(policy, shared + whole, by_size)
 
     def _place_split(
@@ -339,12 +217,14 @@ class DocumentPlacer:
         for size, entries in by_size.items():
             for entry in entries:
                 nodes.add(*entry, size // self.per_node, self._costs.work[entry[0]])
+        full = FILL_LIMIT * self.fair * self.per_node
         for doc in self._docs[: self.counts(policy)[1]]:
             if doc not in kept:
-                width = self._width(doc) if policy.wide else 1
-                by_size.setdefault(width * self.per_node, []).append(
-                    nodes.place(doc, width, self._work_over[width][doc])
-                )
+                width = 1  # nodes over which its heads are split: as many as it needs
+                while policy.wide and width < self.widest and self._work_over[width][doc] > full * width:
+                    width *= 2
+                split_document = nodes.place(doc, width, self._work_over[width][doc])
+                by_size.setdefault(width * self.per_node, []).append(split_document)
         nodes.add_to(loads)
 
     def _place_everywhere(self, policy: PlacementPolicy) -> Placement:
@@ -384,14 +264,6 @@ class DocumentPlacer:
                 loads.tokens[rank] += self._costs.lengths[doc] / size
         whole = by_size.pop(1, []) + self._place_whole(loads, self._docs[cut:], shared, self.fair) + shared
         return Placement.from_lists(policy, whole, by_size)
-
-    def _width(self, doc: int) -> int:
-        """Return the number of nodes over which a document's heads are split: 1, 2, 4, ..., as many as it needs, up to
-        `widest`."""
-        width = 1
-        while width < self.widest and self._work_over[width][doc] > FILL_LIMIT * self.fair * self.per_node * width:
-            width *= 2
-        return width
 
     def _place_on_fewest(self, loads: RankLoads, room: NodeRoom, doc: int) -> DocumentRanks:
         """Place a document on the fewest ranks with room, on the node with the most room if that is enough."""

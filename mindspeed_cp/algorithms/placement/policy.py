@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Layout, from_spans, ragged_arange
 
 #: A document, its members (ranks or groups of nodes) and their shares.
@@ -146,19 +145,6 @@ class Placement:
     def split_documents(self) -> np.ndarray:
         """Documents whose heads are split, int64."""
         return np.unique(np.concatenate([np.zeros(0, np.int64), *(members.doc for members in self.split.values())]))
-
-
-def check_token_cap(lengths: np.ndarray, ranks: int, token_cap: int | None) -> None:
-    """Raise ConfigError if the ranks may not hold all tokens."""
-    if token_cap is None:
-        return
-    longest = int(np.argmax(lengths)) if len(lengths) else 0
-    for what, tokens in ((f"document {longest}", int(lengths.max(initial=0))), ("the batch", int(lengths.sum()))):
-        if tokens > ranks * token_cap:
-            raise ConfigError(
-                f"{what} has {tokens} tokens, more than {ranks} ranks of max_seqlen_per_dp_cp_rank = {token_cap} hold; "
-                f"valid: max_seqlen_per_dp_cp_rank of {-(-int(lengths.sum()) // ranks)} or more, or more ranks"
-            )
 
 
 # Parts of the documents whose heads are split, so that the redistribution of one part travels beside another.

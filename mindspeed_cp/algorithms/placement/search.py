@@ -10,7 +10,7 @@
               split heads of the longest over nodes        NodeLoads
               cut long ones over the fewest ranks          fill_fewest, water_fill
               short ones whole to the emptiest rank        NodeRoom
-              level the shares, hand documents on          repair_placement
+              level the shares of cut ones                 DocumentPlacer._levelled
             PlacementModel.score(placement)              estimate.py: seconds of each rank, both directions
             twice, if ranks wait longer than others:     place anew, late ranks with less work; score
           until one is within 1 % of the bound
@@ -79,12 +79,11 @@ TOKEN_ROUNDING = 0.5
 
 @dataclass(frozen=True)
 class _Trial:
-    """A placement, its estimate, the seconds by which it is compared, and its number in the order of trying."""
+    """A placement, its estimate, and the seconds by which it is compared."""
 
     placement: Placement
     score: PlacementEstimate
     seconds: float
-    number: int
 
     @property
     def kind(self) -> tuple[bool, ...]:
@@ -95,7 +94,7 @@ class _Trial:
         return policy.can_be_levelled, policy.wide, moves_rows
 
 
-_by_seconds = attrgetter("seconds", "number")
+_by_seconds = attrgetter("seconds")
 
 
 class PlacementSearch:
@@ -157,10 +156,8 @@ class PlacementSearch:
         for trial in best.values():
             if trial.seconds <= OTHER_KIND_WITHIN * self.tried[0].seconds:
                 kinds.setdefault(trial.kind, trial)
-        numbers = {trial.number for trial in kinds.values()}
-        others = [trial for trial in best.values() if trial.number not in numbers]
-        fastest, *of_other_kinds = kinds.values()
-        return [trial.placement for trial in (fastest, *of_other_kinds, *others)][:count]
+        others = [trial for trial in best.values() if kinds.get(trial.kind) is not trial]
+        return [trial.placement for trial in (*kinds.values(), *others)][:count]
 
     def _try_policies(self, remap: bool) -> None:
         """Try all policies, with or without a layout for linear layers, until one is close to the bound."""
@@ -172,7 +169,9 @@ class PlacementSearch:
             key = (max(cut, halved), halved, *flags)  # equal keys place alike
             if key not in seen:
                 seen.add(key)
-                self._try_levelled(placer, policy)
+                placement = placer.place_flexible(policy) if policy.flexible else placer.place(policy)
+                if placement is not None:
+                    self._try(replace(placement, parts=self._model.parts(placement)))
             if self._least <= STOP_WITHIN * self.bound:
                 return
 
@@ -184,40 +183,29 @@ class PlacementSearch:
             delay: seconds that each rank waited before it was done, fp64 [ranks].
 
         Returns:
-            None if the waits are about equal, the policy leaves no choice, or the token cap would be exceeded.
+            The placement, maybe above the token cap; None if the waits are about equal or the policy leaves no choice.
         """
         policy, delay = placement.policy, delay - delay.min()
         if not policy.can_be_levelled or delay.max() < LEVEL_ABOVE * self.bound:
             return None
         placement = self._placers[policy.remap].place(policy, placement, delay)
-        placement = replace(placement, parts=self._model.parts(placement))
-        return placement if self._model.score(placement).tokens.max() <= self._most_tokens else None
+        return replace(placement, parts=self._model.parts(placement))
 
-    def _try_levelled(self, placer: DocumentPlacer, policy: PlacementPolicy) -> None:
-        """Try a policy; then, as long as some ranks wait longer than others, with documents placed anew."""
-        first = placer.place_flexible(policy) if policy.flexible else placer.place(policy)
-        if first is None:
-            return
-        placement, score = first, self._try(first)
-        if not policy.can_be_levelled or score.total > LEVEL_WITHIN * self._least:
-            return
-        for _ in range(1 if self._is_large else LEVELLED_TRIALS):
-            delay = score.delay - score.delay.min()
-            if delay.max() < LEVEL_ABOVE * self.bound:
+    def _try(self, placement: Placement) -> None:
+        """Try a placement; then, as long as some ranks wait longer than others, those with documents placed anew."""
+        before = np.inf
+        for left in range(1 if self._is_large else LEVELLED_TRIALS, -1, -1):
+            score = self._model.score(placement)
+            if score.tokens.max() <= self._most_tokens:
+                seconds = score.total / (LINEAR_LAYOUT_GAIN if placement.policy.remap else 1.0)
+                self.tried.append(_Trial(placement, score, seconds))
+                self._least = min(self._least, seconds)
+            if not left or score.total >= before or score.total > LEVEL_WITHIN * self._least:
                 return
-            placement = placer.place(policy, placement, delay)
-            before, score = score, self._try(placement)
-            if score.total >= before.total:
+            before, again = score.total, self.levelled(placement, score.delay)
+            if again is None:
                 return
-
-    def _try(self, placement: Placement) -> PlacementEstimate:
-        placement = replace(placement, parts=self._model.parts(placement))
-        score = self._model.score(placement)
-        if score.tokens.max() <= self._most_tokens:
-            seconds = score.total / (LINEAR_LAYOUT_GAIN if placement.policy.remap else 1.0)
-            self.tried.append(_Trial(placement, score, seconds, len(self.tried)))
-            self._least = min(self._least, seconds)
-        return score
+            placement = again
 
     def _over_nodes(self, trials: Sequence[_Trial]) -> list[_Trial]:
         """Return those that split the heads of some document over several nodes."""
