@@ -1,26 +1,23 @@
 """Modelled layers of one plan on several clusters: tiles are counted once, messages are timed for each cluster.
 
 The arithmetic is that of :func:`mindspeed_cp.simulate.simulator.simulate_plan`, as tests check. In addition, some ranks
-can represent others with equal work, since counting tiles takes long; links can differ from the queues of the cluster;
-and gradients of keys and values can travel in bf16.
+can represent others with equal work, since counting tiles takes long; and links can differ from the queues of the cluster.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from mindspeed_cp import AttentionConfig
-from mindspeed_cp.cluster import Cluster, ComputeCost, LayerCost
-from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.cluster import Cluster, ComputeCost
 from mindspeed_cp.plan import Plan
-from mindspeed_cp.plan.transfers import GRADIENT_BYTES, GRADIENTS, transfers
+from mindspeed_cp.plan.transfers import transfers
 from mindspeed_cp.simulate.link_queues import LinkQueues
 from mindspeed_cp.simulate.simulator import linear_times, simulate_direction, with_projections
-from mindspeed_cp.simulate.tile_work import TileCounter, TileWork, representative_ranks
+from mindspeed_cp.simulate.tile_work import TileCounter, TileWork
 
 DIRECTIONS = ("forward", "backward")
 
@@ -55,7 +52,6 @@ class Candidate:
         representative: see :class:`mindspeed_cp.simulate.tile_work.TileCounter`.
         links: makes the links of a cluster's nodes.
         counted: tiles by direction, as far as they were counted; several candidates with the same tiles may share it.
-        free_transfers: nothing is waited for: the time of an upper comparator.
     """
 
     label: str
@@ -63,7 +59,6 @@ class Candidate:
     representative: np.ndarray | None = None
     links: Callable[[Cluster, int], LinkQueues] = LinkQueues
     counted: dict[str, TileWork] = field(default_factory=dict, repr=False)
-    free_transfers: bool = False
 
     def tiles(self, direction: str) -> TileWork:
         """Return the tiles of the plan; those of both directions are counted at the first call."""
@@ -97,25 +92,22 @@ class Candidate:
         return float(busy.max())
 
 
-def layer(candidate: Candidate, cluster: Cluster, gradient: int = GRADIENT_BYTES) -> Layer:
+def layer(candidate: Candidate, cluster: Cluster) -> Layer:
     """Time one layer of a candidate.
 
     Args:
         candidate: a plan.
         cluster: where it runs.
-        gradient: bytes of one number of the gradients of keys and values that travel between steps.
     """
     plan = candidate.plan
     cluster = cluster.with_ranks(plan.topology.ranks_per_node)
     cost = ComputeCost(cluster, plan.attention)
-    if candidate.free_transfers:
-        return _layer_without_waits(candidate, cost)
     now, busy, exposed = np.zeros((3, plan.ranks))
     for name in DIRECTIONS:
         backward = name == "backward"
         linear = linear_times(plan, cost, backward)
         kernels = with_projections(candidate.tiles(name).seconds(cost, backward), linear, plan)
-        table = transfer_table(plan, name, cost, gradient)
+        table = transfers(plan, name, cost.layer.bytes_per_element, cost.layer.hidden_row_bytes)
         begin = now + linear.rest if backward else now
         steps, _ = simulate_direction(kernels, table, candidate.links(cluster, plan.topology.nodes), begin)
         busy += (steps[:, :, 1] - steps[:, :, 0]).sum(1) + linear.rest
@@ -124,20 +116,7 @@ def layer(candidate: Candidate, cluster: Cluster, gradient: int = GRADIENT_BYTES
     return Layer(float(now.max()), busy, exposed)
 
 
-def _layer_without_waits(candidate: Candidate, cost: ComputeCost) -> Layer:
-    """Time a layer in which each direction takes what its busiest rank computes."""
-    plan, total, busy = candidate.plan, 0.0, np.zeros(candidate.plan.ranks)
-    for name in DIRECTIONS:
-        backward = name == "backward"
-        work = candidate.tiles(name).seconds(cost, backward).sum(1) + linear_times(plan, cost, backward).total
-        busy += work
-        total += float(work.max())
-    return Layer(total, busy, np.zeros(plan.ranks))
-
-
-def fastest(
-    candidates: Sequence[Candidate], cluster: Cluster, gradient: int = GRADIENT_BYTES
-) -> tuple[Candidate, Layer]:
+def fastest(candidates: Sequence[Candidate], cluster: Cluster) -> tuple[Candidate, Layer]:
     """Return the candidate whose layer takes least, and that layer. Those whose busiest rank alone has more to do than
     the best one takes are not timed."""
     floors = [candidate.least(cluster.with_ranks(candidate.plan.topology.ranks_per_node)) for candidate in candidates]
@@ -145,164 +124,8 @@ def fastest(
     for number in np.argsort(floors, kind="stable").tolist():
         if best is not None and floors[number] >= best[1].total:
             break
-        candidate_layer = layer(candidates[number], cluster, gradient)
+        candidate_layer = layer(candidates[number], cluster)
         if best is None or candidate_layer.total < best[1].total:
             best = candidates[number], candidate_layer
     assert best is not None, "there is a candidate"
     return best
-
-
-# Modelled time of a training step: micro-batches one after the other, replicas in parallel, then the reduction of
-# gradients.
-
-
-#: Layers that are simulated one by one; in those after them ranks are as far apart as in the last of these.
-SIMULATED_LAYERS = 4
-
-
-@dataclass(frozen=True, eq=False)
-class MicroBatchTime:
-    """One micro-batch of one replica through all layers, modelled.
-
-    Attributes:
-        seconds: until its last rank is done.
-        layer_backward: of that, the backward of one layer.
-        plan: of its batch.
-    """
-
-    seconds: float
-    layer_backward: float
-    plan: Plan
-
-
-@dataclass(frozen=True, eq=False)
-class TrainingStep:
-    """One training step, modelled.
-
-    Attributes:
-        total: seconds until all replicas have the reduced gradients.
-        replicas: seconds of each replica until its last micro-batch is done, fp64 [replicas].
-        waiting: of the replicas, for the slowest, fp64 [replicas]; where every micro-batch is waited for, at each.
-        reduction: seconds that the reduction of gradients takes.
-        exposed_reduction: of these, those after the last backward.
-    """
-
-    total: float
-    replicas: np.ndarray
-    waiting: np.ndarray
-    reduction: float
-    exposed_reduction: float
-
-
-def simulate_layers(
-    plan: Plan,
-    cluster: Cluster,
-    layers: int,
-    layer: LayerCost | None = None,
-    tiles: Callable[[str], TileWork] | None = None,
-    links: Callable[[Cluster, int], LinkQueues] = LinkQueues,
-    gradient: int = GRADIENT_BYTES,
-) -> MicroBatchTime:
-    """Simulate a micro-batch through several equal layers: forward through all, then backward through all.
-
-    Ranks begin a layer when they are done with the one before, so that differences between them add up or even out. Up
-    to four layers are simulated one by one; each one after these takes as long as the last one of them.
-
-    Args:
-        plan, cluster, layer: as for :func:`mindspeed_cp.simulate_plan`.
-        layers: layers of this pipeline stage.
-        tiles: tiles of the plan by direction; None: counted here.
-        links: makes the links of a cluster from its number of nodes.
-        gradient: bytes of one number of the gradients of keys and values that travel between steps.
-
-    Raises:
-        ConfigError: `layers` is below 1, or the cluster's nodes have too few ranks.
-    """
-    _check_layers(layers)
-    cluster = cluster.with_ranks(plan.topology.ranks_per_node)
-    cost = ComputeCost(cluster, plan.attention, layer)
-    tiles = TileCounter(plan, representative_ranks(plan)).work if tiles is None else tiles
-    now, last_backward = np.zeros(plan.ranks), 0.0
-    for name, backward in (("forward", False), ("backward", True)):
-        linear = linear_times(plan, cost, backward)
-        kernels = with_projections(tiles(name).seconds(cost, backward), linear, plan)
-        table, queues = transfer_table(plan, name, cost, gradient), links(cluster, plan.topology.nodes)
-        for _ in range(min(layers, SIMULATED_LAYERS)):
-            before = now
-            begin = now + linear.rest if backward else now
-            now = simulate_direction(kernels, table, queues, begin)[0][:, -1, 2]
-            now = now if backward else now + linear.rest
-        step = float(now.max() - before.max())
-        now = now + step * max(layers - SIMULATED_LAYERS, 0)
-        queues.free_at += step * max(layers - SIMULATED_LAYERS, 0)
-        last_backward = step
-    return MicroBatchTime(float(now.max()), last_backward, plan)
-
-
-def transfer_table(plan: Plan, direction: str, cost: ComputeCost, gradient: int = GRADIENT_BYTES) -> np.ndarray:
-    """Return the transfers of a direction, with gradients of `gradient` bytes per number."""
-    table = transfers(plan, direction, cost.layer.bytes_per_element, cost.layer.hidden_row_bytes)
-    if gradient != GRADIENT_BYTES:
-        table["bytes"][table["kind"] == GRADIENTS] *= gradient / GRADIENT_BYTES
-    return table
-
-
-def _check_layers(layers: object) -> None:
-    if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
-        raise ConfigError(f"layers is {layers!r}; valid: a whole number from 1")
-
-
-def simulate_step(
-    replicas: Sequence[Sequence[MicroBatchTime]],
-    cluster: Cluster,
-    gradient_bytes: float = 0.0,
-    layers: int = 1,
-    overlap: bool = True,
-    together: bool = False,
-) -> TrainingStep:
-    """Simulate a training step.
-
-    Args:
-        replicas: for each data-parallel replica its micro-batches, in order (:func:`simulate_layers`); one without any
-            waits for the others.
-        cluster: for the reduction; where plans span nodes, as many ranks of a node are in use as theirs.
-        gradient_bytes: gradients of one rank; 0 leaves the reduction out.
-        layers: of the model, in whose buckets gradients are reduced.
-        overlap: buckets travel beside the last backward; False: all after it.
-        together: replicas wait for each other in every micro-batch, as where experts are spread over them.
-
-    Raises:
-        ConfigError: no replicas, a number out of range; or, with `together`, replicas have different numbers of
-            micro-batches.
-    """
-    _check_layers(layers)
-    if not (math.isfinite(gradient_bytes) and gradient_bytes >= 0):
-        raise ConfigError(f"gradient_bytes is {gradient_bytes!r}; valid: bytes, 0 or more")
-    if not replicas or not any(len(micro_batches) for micro_batches in replicas):
-        raise ConfigError("replicas: there is no micro-batch; valid: one replica or more, with one micro-batch or more")
-    seconds = [np.array([micro.seconds for micro in micro_batches]) for micro_batches in replicas]
-    if together:
-        if len(set(map(len, seconds))) > 1:
-            raise ConfigError(
-                f"replicas have {', '.join(str(len(times)) for times in seconds)} micro-batches; valid with "
-                "together=True: equally many"
-            )
-        slowest = np.max(seconds, axis=0)
-        done = np.full(len(seconds), slowest.sum())
-        waiting = np.array([(slowest - times).sum() for times in seconds])
-    else:
-        done = np.array([times.sum() for times in seconds])
-        waiting = done.max() - done
-    first = next(micro_batches[0].plan for micro_batches in replicas if len(micro_batches))
-    topology = first.topology  # one on a node shares it with other replicas; one on several has so many of each
-    fits = cluster if topology.nodes == 1 else cluster.with_ranks(topology.ranks_per_node)
-    reduction = fits.reduction_seconds(gradient_bytes, len(replicas) * first.ranks)
-    exposed = reduction
-    if overlap:
-        last = next(
-            micro_batches[-1]
-            for seconds_of_replica, micro_batches in sorted(zip(done, replicas, strict=True), key=lambda x: -x[0])
-            if len(micro_batches)
-        )
-        exposed = max(reduction / layers, reduction - last.layer_backward * (layers - 1))
-    return TrainingStep(float(done.max()) + exposed, done, waiting, reduction, exposed)

@@ -159,23 +159,6 @@ class Cluster(Section):
             nics_per_node=self.nic_of(ranks_per_node - 1) + 1,
         )
 
-    def reduction_seconds(self, gradient_bytes: float, ranks: int) -> float:
-        """Return the seconds of a ring reduce-scatter and all-gather of gradients.
-
-        2 * gradient_bytes * (ranks - 1) / ranks over the slowest link: inside a node a rank's in-node links, between
-        nodes all NICs of a node, over which as many rings run in parallel. Latencies are not included.
-
-        Args:
-            gradient_bytes: gradients of one rank before the reduction.
-            ranks: size of the group, data-parallel times context-parallel.
-        """
-        if ranks <= 1:
-            return 0.0
-        rate = self.effective_rank
-        if ranks > self.ranks_per_node:
-            rate = min(rate, self.effective_nic * self.nics_per_node)
-        return 2 * gradient_bytes * (ranks - 1) / ranks / rate
-
 
 def cluster_names() -> list[str]:
     """Return the names of the installed presets, sorted."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.published.timing import simulate_layers, simulate_step
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, simulate_plan
 from mindspeed_cp.cluster import Cluster, ComputeCost, LayerCost, load_cluster
 from mindspeed_cp.data.lengths import sample_batch
@@ -136,28 +135,6 @@ def test_memory_counts_what_ranks_hold_and_what_travels() -> None:
     assert (more >= 1024 * ROW).all()  # a block under way at least
     gathered = build_plan(Documents([8 * 1024]), Topology(1, 8), MHA, "all_gather")
     assert (attention_peak_bytes(gathered) > attention_peak_bytes(plan)).all()
-
-
-def test_a_step_is_its_slowest_replica_and_what_of_the_reduction_is_left() -> None:
-    cluster, plan = load_cluster("a2"), build_plan(Documents([4096] * 2), Topology(1, 2), MHA, "ring")
-    micro, size = simulate_layers(plan, cluster, 2), 1e9
-    step = simulate_step([[micro, micro], [micro]], cluster)
-    assert step.total == pytest.approx(2 * micro.seconds) and step.reduction == 0
-    assert step.waiting == pytest.approx([0, micro.seconds])
-    expected = 2 * size * 3 / 4 / cluster.effective_rank
-    assert cluster.reduction_seconds(size, 4) == pytest.approx(expected) and cluster.reduction_seconds(size, 1) == 0
-    nics = load_cluster("a800")  # 4 NICs, slower than its in-node links
-    assert nics.reduction_seconds(size, 16) == pytest.approx(2 * size * 15 / 16 / (4 * nics.effective_nic))
-    apart = simulate_step([[micro], [micro]], cluster, size, layers=2, overlap=False)
-    overlapped = simulate_step([[micro], [micro]], cluster, size, layers=2)
-    assert apart.total == pytest.approx(micro.seconds + expected)
-    assert overlapped.exposed_reduction == pytest.approx(max(expected / 2, expected - micro.layer_backward))
-    for wrong, says in (
-        (([[micro, micro], [micro]], cluster), "2, 1 micro-batches"),
-        (([], cluster), "no micro-batch"),
-    ):
-        with pytest.raises(ConfigError, match=says):
-            simulate_step(*wrong, together=True)
 
 
 @pytest.mark.parametrize("attention", [
