@@ -15,7 +15,7 @@ from mindspeed_cp.algorithms import ALGORITHMS, Algorithm, AlgorithmOption
 from mindspeed_cp.algorithms.registry import with_reduce_dtype
 from mindspeed_cp.device.versions import versions_md
 from mindspeed_cp.report.plan import PlanSummary
-from tools import cann_table, convert_table, glossary, megatron_arguments, mindspeed_table, reliability
+from tools import convert_table, glossary, megatron_arguments, mindspeed_table, reliability
 from tools.capabilities import capabilities_md
 from tools.reference import reference_yaml
 
@@ -95,7 +95,6 @@ PAGES: dict[str, Callable[[str], str]] = {
     "README.md": lambda page: readme_page(page, ", "),
     "README.zh.md": lambda page: readme_page(page, "、"),
     "configs/reference.yaml": lambda _: reference_yaml(),
-    "tests/host_cann/rules.md": lambda _: cann_table.rules_page(),
     "docs/algorithms.md": algorithms_page,
     "docs/convert.md": lambda page: _with_rows(
         _with_rows(
