@@ -64,7 +64,7 @@ TIMES_FOLDER ?=
 QUEUE_TESTS = $(addprefix tests/npu/test_,$(addsuffix .py,task_queue operators streams syncs late_engine late_edges hccl aten runtime \
 	counts table roll agreement bad_input))
 
-.PHONY: help train soak test test-main test-quick test-all slow-tests test-versions test-npu test-npu-modes test-triton test-cuda lint docs-tables lock format bench environment clean
+.PHONY: help train test test-main test-quick test-all slow-tests test-versions test-npu test-npu-modes test-triton test-cuda lint docs-tables lock format bench environment clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -111,9 +111,6 @@ test-cuda: $(INSTALLED_CUDA) ## the tests that need NVIDIA GPUs; fails where the
 
 test-versions: $(INSTALLED) ## the tests on older and newer Python, torch, NumPy and Megatron-core (requirements/versions.json)
 	$(RUN)/python -m tools.test_versions $(ARGS)
-
-soak: $(INSTALLED) ## train 2,000 steps of a tiny model; fails if the memory or the open files of a rank grow
-	PYTHONPATH=. nice $(RUN)/python -m tests.soak $(ARGS)
 
 docs-tables: $(INSTALLED) ## write what is computed in the READMEs, docs/ and configs/
 	$(RUN)/python -m tools.docs_tables

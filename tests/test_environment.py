@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from urllib.error import URLError
 
 import pytest
+import torch
 
-from tests.test_cuda_environment import REQUIREMENTS
-
+REQUIREMENTS = Path(__file__).resolve().parent.parent / "requirements"
 LOCKS = REQUIREMENTS / "lock"
 NAMES = sorted(path.name for path in LOCKS.glob("*.txt"))
 PIN = re.compile(r"^([\w.-]+)(===?)([\w.+]+)", re.MULTILINE)
@@ -99,6 +102,33 @@ def test_the_cuda_environment_has_its_own_torch_and_checks_it(tmp_path: Path, mo
     first, check, itself = commands("cuda.txt", tmp_path, monkeypatch)
     assert first == f"{LOCKED} -r {LOCKS / 'cuda.txt'}" and itself == ITSELF
     assert "torch.version.cuda is None" in check
+
+
+# the environment with CUDA
+
+
+def test_the_pins_of_cuda_are_those_of_the_other_environments() -> None:
+    cuda, cpu, triton = (dict(pins(REQUIREMENTS / f"{name}.txt")) for name in ("cuda", "torch", "triton"))
+    assert cuda["torch"] == cpu["torch"].removesuffix("+cpu") and cuda["triton"] == triton["triton"]
+    assert pins(REQUIREMENTS / "dev.txt") <= pins(REQUIREMENTS / "cuda.txt")
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_without_a_gpu_it_fails_with_one_line() -> None:
+    """`make test-cuda` cannot pass by skipping."""
+    outer = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "VENV", "ARGS", "GPUS")  # of the make that runs these tests
+    environment = {name: x for name, x in os.environ.items() if name not in outer and not name.startswith("PYTEST_")}
+    make = ["make", "-n", "test-cuda", "GPUS=2"]
+    shown = subprocess.run(make, cwd=REQUIREMENTS.parent, env=environment, capture_output=True, text=True).stdout
+    (command,) = [line.split() for line in shown.splitlines() if " -m pytest " in line]
+    assert command[0] == ".venv-cuda/bin/python"
+    words = [sys.executable, *command[1:], "-p", "no:cacheprovider"]
+    done = subprocess.run(words, cwd=REQUIREMENTS.parent, env=environment, capture_output=True, text=True)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    (line,) = (done.stdout + done.stderr).strip().splitlines()
+    why = "torch was built without CUDA" if torch.version.cuda is None else "no device is visible"
+    assert line == f"ERROR: --require-cuda 2: {why}"
 
 
 # known faults

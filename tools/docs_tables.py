@@ -1,6 +1,6 @@
 """Write everything in the documentation that is computed; run by `make docs-tables`.
 
-tests/test_docs_tables.py compares the pages with what this writes. The tables of benchmarks/results, and the rows
+tests/test_docs.py compares the pages with what this writes. The tables of benchmarks/results, and the rows
 of speed that README.md takes from them, take minutes and are made by the commands beside them.
 """
 
