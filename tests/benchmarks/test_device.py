@@ -10,11 +10,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from benchmarks import engine, engine_bytes, host, kernels, virtual_ranks
-from mindspeed_cp import AttentionConfig, Documents
+from benchmarks import engine, engine_bytes, host, kernels
+from mindspeed_cp import AttentionConfig
 from mindspeed_cp.comm import GroupTransport
 from mindspeed_cp.ops.attention.cpu.backend import CpuAttention
-from tests.plan.parts import mixed_plan
 
 SMALL = ["--heads", "2", "--kv-heads", "2", "--dim", "16", "--repeat", "1"]
 
@@ -39,20 +38,6 @@ def test_virtual_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for title in ("one causal document", "packed, 100,40,200"):
         assert [row["direction"] for row in report[title]] == ["forward", "both"]
         assert all(len(row["rank_ms"]) == 2 and row["efficiency"] > 0 for row in report[title])
-
-
-def test_virtual_ranks_of_a_plan_in_parts() -> None:
-    """Every query is computed, in the documents of its part."""
-    attention = AttentionConfig(4, 4, 16)
-    plan = mixed_plan(Documents([300, 7, 900, 40, 120]), 4, attention)
-    assert len(plan.parts_or_self) > 1
-    inputs = [torch.randn(plan.documents.tokens, 4, 16) for _ in range(4)]
-    works = [virtual_ranks.RankWork(plan, rank, CpuAttention(), inputs) for rank in range(4)]
-    for work in works:
-        work.both()
-    results = [part.rank.result() for work in works for part in work.parts]
-    assert sum(lse.numel() for _, lse in results) == plan.documents.tokens * attention.heads
-    assert all(bool(torch.isfinite(lse).all()) for _, lse in results)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
