@@ -15,7 +15,7 @@ from mindspeed_cp.algorithms import ALGORITHMS, Algorithm, AlgorithmOption
 from mindspeed_cp.algorithms.registry import with_reduce_dtype
 from mindspeed_cp.device.versions import versions_md
 from mindspeed_cp.report.plan import PlanSummary
-from tools import convert_table, glossary, megatron_arguments, mindspeed_table, reliability
+from tools import convert_table, megatron_arguments, mindspeed_table, reliability
 from tools.capabilities import capabilities_md
 from tools.reference import reference_yaml
 
@@ -106,7 +106,6 @@ PAGES: dict[str, Callable[[str], str]] = {
         convert_table.added_rows(),
     ),
     "docs/capabilities.md": lambda _: capabilities_md(),
-    "docs/glossary.md": lambda _: glossary.page(),
     "docs/megatron_arguments.md": lambda _: megatron_arguments.page(),
     "docs/mindspeed.md": lambda page: _with_rows(
         _with_rows(page, mindspeed_table.REPLACED_HEAD, mindspeed_table.replaced_rows()),
