@@ -110,15 +110,6 @@ def test_rings_of_groups_that_share_ranks_are_exact(interleaved: bool) -> None:
         assert set(held.tolist()) <= set(group)
 
 
-def test_usp_tries_degrees_up_to_the_heads_but_not_all_ranks() -> None:
-    assert [candidate.label for candidate in usp(case(heads=8))] == ["USP, Ulysses 2", "USP, Ulysses 4"]
-    assert [candidate.label for candidate in usp(case(nodes=4, heads=8))] == [
-        "USP, Ulysses 2",
-        "USP, Ulysses 4",
-        "USP, Ulysses 8",
-    ]
-
-
 def test_a_document_gets_the_least_power_of_two_of_ranks_that_has_room() -> None:
     assert [power_of_two(length, 8, 100) for length in (0, 100, 101, 200, 201, 400, 801, 10**6)] == [1, 1, 2, 2, 4, 4, 8, 8]  # fmt: skip
     assert power_of_two(10**6, 12, 100) == 8, "the largest power of two of twelve ranks"

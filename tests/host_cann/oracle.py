@@ -86,9 +86,9 @@ def problem_of(
     """
     call = call_of(query, key, value, head_num, input_layout, **options)
     cann_rules.check(call)
-    packed = (to_rows(x, call.layout) for x in (query, key, value))
-    tensors = (options.get(name) for name in ("pse", "atten_mask", "drop_mask"))
-    return Problem(call, *packed, rows_of_sequences(call), scale, *tensors)
+    rows = [to_rows(x, call.layout) for x in (query, key, value)]
+    mask, drop_mask = options.get("atten_mask"), options.get("drop_mask")
+    return Problem(call, rows[0], rows[1], rows[2], rows_of_sequences(call), scale, options.get("pse"), mask, drop_mask)
 
 
 @torch.no_grad()
