@@ -131,10 +131,6 @@ def timed(
     return {"what": what, "ranks": topology.ranks, "documents": documents, "host_seconds": seconds, "modelled": layer}
 
 
-if __name__ == "__main__":
-    main()
-
-
 # Random problems, and how much slower a default plan is on each than the fastest of all candidates of `auto`.
 
 
@@ -175,3 +171,7 @@ def random_problem(seed: int) -> Problem:
     chosen = choose_algorithm([documents], topology, HEADS[heads]).trials[0]
     name = f"{cluster} {heads} {lengths}, {ranks} ranks of {tokens} tokens, seed {seed}"
     return Problem(name, default, min(chosen.seconds[0], default), str(chosen.candidate))
+
+
+if __name__ == "__main__":
+    main()

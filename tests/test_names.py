@@ -72,6 +72,17 @@ def test_docstrings_of_functions_start_with_a_verb(folder: str) -> None:
     assert not nouns, "\n".join(nouns)
 
 
+def early_starts(source: str) -> Iterator[tuple[int, str]]:
+    """Yield where a file runs as a program before its end: what stands behind that is not there yet."""
+    for node in ast.parse(source).body[:-1]:
+        if isinstance(node, ast.If) and "__main__" in ast.dump(node.test):
+            yield node.lineno, "main() before the end"
+
+
+def test_programs_begin_at_the_end_of_their_files() -> None:
+    assert not uses((*CODE, "docs", "examples", "requirements", "tests"), early_starts)
+
+
 #: One line for each name or phrase: retired, tab, replacement.
 RETIRED = Path(__file__).parent / "retired_words.tsv"
 FOLDERS = (*CODE, ".ci", "tests", "configs", "docs", "requirements")
