@@ -98,7 +98,9 @@ def main() -> None:
     parser.add_argument("--cluster", default="a2")
     parser.add_argument("--equal", action="store_true", help="also with as many micro-batches on every replica")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--pool-contexts", type=positive, nargs="+", default=[32768, 131072], help="contexts of the pool")
+    parser.add_argument(
+        "--pool-contexts", type=positive, nargs="+", default=[32768, 131072], help="contexts of the pool"
+    )
     args = parser.parse_args()
     if "replicas" in args.only:
         _print_replica_rows(args)

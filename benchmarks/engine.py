@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks.host import host_rows
 from benchmarks.arguments import Arguments, new_file, positive
+from benchmarks.host import host_rows
 from benchmarks.virtual_ranks import IdealWork, add_arguments, report
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology, build_plan, context_parallel_attention
 from mindspeed_cp.cli.lengths import draw_batches
@@ -133,8 +133,8 @@ def on_processes(parser: Arguments, args: Any, cases: dict[str, list[int]]) -> d
     print(f"bf16, {HEADS} heads x {DIM}, {args.tokens} tokens, {args.ranks} ranks x 1 thread, medians of {args.repeat}")
     for row in figures["efficiency"]:
         print(
-            f"{row['case']:22} {row['direction']:8} ideal {row['ideal_ms']:8.1f} ms, engine {row['engine_ms']:8.1f} ms, "
-            f"efficiency {row['efficiency']:.2f} (best over best {row['best_over_best']:.2f})"
+            f"{row['case']:22} {row['direction']:8} ideal {row['ideal_ms']:8.1f} ms, "
+            f"engine {row['engine_ms']:8.1f} ms, efficiency {row['efficiency']:.2f} (best over best {row['best_over_best']:.2f})"
         )
     return figures
 

@@ -195,7 +195,9 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--further", nargs="*", default=list(FURTHER_SETS), choices=list(FURTHER_SETS),
                         help="further sets of lengths; none: no row")  # fmt: skip
     parser.add_argument("--heads", nargs="+", default=list(HEADS), choices=list(HEADS))
-    parser.add_argument("--batches", type=positive, default=4, help="of a row of basis 2; half for basis 1 and --further")
+    parser.add_argument(
+        "--batches", type=positive, default=4, help="of a row of basis 2; half for basis 1 and --further"
+    )
     parser.add_argument("--seed", type=natural, default=0, help="of the first batch")
     parser.add_argument("--basis", type=int, nargs="*", default=[1, 2], choices=[1, 2], help="of --lengths, or none")
     parser.add_argument("--bf16", action="store_true", help="others send gradients of keys in bf16")

@@ -1,7 +1,7 @@
 """Modelled layers of one plan on several clusters: tiles are counted once, messages are timed for each cluster.
 
 The arithmetic is that of :func:`mindspeed_cp.simulate.simulator.simulate_plan`, as tests check. In addition, some ranks
-can represent others with equal work, since counting tiles takes long; and links can differ from the queues of the cluster.
+can represent others with equal work, since counting tiles takes long, and links can differ from the cluster's queues.
 """
 
 from __future__ import annotations

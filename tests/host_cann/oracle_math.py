@@ -68,7 +68,9 @@ def scores(p: Problem, index: int, first: int, last: int, q: Tensor, k: Tensor) 
         i = torch.arange(first, last)[:, None] + q_start
         j = torch.arange(p.sequences[index].sizes[1])[None] + kv_start
         s = s - p.slopes[:, None, None] * (j - i).abs().float()
-    as_causal = (faults.on(faults.TOP_LEFT) and p.call.sparse_mode == 3) or (faults.on(faults.MODE_1) and p.call.sparse_mode == 1)
+    as_causal = (faults.on(faults.TOP_LEFT) and p.call.sparse_mode == 3) or (
+        faults.on(faults.MODE_1) and p.call.sparse_mode == 1
+    )
     hidden = hides(p, index, first, last, 2 if as_causal else p.call.sparse_mode)
     if hidden is not None and faults.on(faults.COLUMNS):
         hidden = hidden.clone()
