@@ -134,7 +134,8 @@ def on_processes(parser: Arguments, args: Any, cases: dict[str, list[int]]) -> d
     for row in figures["efficiency"]:
         print(
             f"{row['case']:22} {row['direction']:8} ideal {row['ideal_ms']:8.1f} ms, "
-            f"engine {row['engine_ms']:8.1f} ms, efficiency {row['efficiency']:.2f} (best over best {row['best_over_best']:.2f})"
+            f"engine {row['engine_ms']:8.1f} ms, efficiency {row['efficiency']:.2f} "
+            f"(best over best {row['best_over_best']:.2f})"
         )
     return figures
 
