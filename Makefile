@@ -64,7 +64,7 @@ TIMES_FOLDER ?=
 QUEUE_TESTS = $(addprefix tests/npu/test_,$(addsuffix .py,task_queue operators streams syncs late_engine late_edges hccl aten runtime \
 	counts table roll agreement bad_input))
 
-.PHONY: help train test test-main test-quick test-all slow-tests test-versions test-npu test-npu-modes test-triton test-cuda lint docs-tables lock format bench environment clean
+.PHONY: help train test test-main test-quick test-all slow-tests test-versions test-npu test-npu-modes test-triton test-cuda lint docs-tables audit lock format bench environment clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -115,12 +115,14 @@ test-versions: $(INSTALLED) ## the tests on older and newer Python, torch, NumPy
 docs-tables: $(INSTALLED) ## write what is computed in the READMEs, docs/ and configs/
 	$(RUN)/python -m tools.docs_tables
 
-lint: $(INSTALLED) ## ruff, mypy, the order of imports, and known faults of the pinned packages
+lint: $(INSTALLED) ## ruff, mypy, and the order of imports
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check --quiet .
 	$(RUN)/mypy  # without --num-workers: on a busy machine its workers are given up after seconds
 	$(RUN)/lint-imports --no-logo
-	$(RUN)/python requirements/audit.py $(VENV)-tools
+
+audit: $(INSTALLED_TOOLS) ## ask pip-audit for known faults of the pinned packages; needs the network
+	@for lock in requirements/lock/*.txt; do echo $$lock; $(VENV)-tools/bin/pip-audit --disable-pip --no-deps --progress-spinner off -r $$lock || exit 1; done
 
 lock: $(INSTALLED_TOOLS) ## write the digests of all pinned packages (requirements/lock)
 	$(VENV)-tools/bin/python requirements/lock.py --torch-index "$(TORCH_INDEX)"

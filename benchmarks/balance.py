@@ -3,7 +3,6 @@
     python -m benchmarks.balance [--lengths wikipedia prolong lognormal] [--replicas 4 8 16] [--micro-batches 1 2 4 8]
                                  [--batches 20] [--context 32768] [--ranks 8] [--cluster a2] [--equal]
                                  [--only replicas pool] [--pool-contexts 32768 131072]
-                                 [--simulated-placements N]
 
 Global batches are drawn from the lengths, chunk_documents at the context and packed into rows as training packs them;
 every method gets the same documents. Times are modelled (mindspeed_cp/data/balance.py); planning is measured, on
@@ -20,11 +19,11 @@ import argparse
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.arguments import Arguments, positive
 from benchmarks.data import real_lengths_folder
 from benchmarks.dispatch_baselines import first_fit, in_order, karmarkar_karp
 from benchmarks.pool import Batch, PoolCase, print_pool_rows
@@ -42,26 +41,18 @@ SETS = ("wikipedia", "prolong", "lognormal")
 DRAWN = 200_000
 
 
-def draw(name: str, count: int, random: np.random.Generator, folder: Path | None = None) -> tuple[np.ndarray, str]:
-    """Draw lengths of documents, int64 [count], and where they come from; `folder` is as for `draw_set`."""
-    if name == "lognormal":  # Megatron's own set: mean 1024, sigma 1.5
-        drawn = random.lognormal(np.log(1024) - 1.5**2 / 2, 1.5, count)
-        return np.clip(drawn, 128, 8192).astype(np.int64), "mean 1024, sigma 1.5, clipped to 128 .. 8192"
-    folder = real_lengths_folder(name) if folder is None else folder
-    lengths = load_lengths(name, folder).draw(count, random).astype(np.int64)
-    return lengths, "bins of configs/lengths" if folder is None else "real lengths"
-
-
-def draw_set(name: str, folder: Path | None = None) -> tuple[np.ndarray, str]:
-    """Draw the documents that batches are packed from, int64 [DRAWN], and where they come from.
-
-    Args:
-        name: of the set.
-        folder: of <name>.npz with real lengths; default: ../shared/data/lengths, if there; else the project's bins.
+def draw_set(name: str) -> tuple[np.ndarray, str]:
+    """Draw the documents that batches are packed from, int64 [DRAWN], and say where they come from.
 
     The packer shuffles by the stream of default_rng(0): lengths need another one, or rows have them in their order.
     """
-    return draw(name, DRAWN, np.random.default_rng([0, 0, 1]), folder)
+    random = np.random.default_rng([0, 0, 1])
+    if name == "lognormal":  # Megatron's own set: mean 1024, sigma 1.5
+        drawn = random.lognormal(np.log(1024) - 1.5**2 / 2, 1.5, DRAWN)
+        return np.clip(drawn, 128, 8192).astype(np.int64), "mean 1024, sigma 1.5, clipped to 128 .. 8192"
+    folder = real_lengths_folder(name)
+    lengths = load_lengths(name, folder).draw(DRAWN, random).astype(np.int64)
+    return lengths, "bins of configs/lengths" if folder is None else "real lengths"
 
 
 def global_batches(lengths: np.ndarray, context: int, rows: int, batches: int) -> list[Batch]:
@@ -98,18 +89,19 @@ def methods(equal: bool) -> dict[str, Callable[..., Assignment]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument("--lengths", nargs="+", default=list(SETS), choices=SETS)
-    parser.add_argument("--replicas", type=int, nargs="+", default=[4, 8, 16])
-    parser.add_argument("--micro-batches", type=int, nargs="+", default=[1, 2, 4, 8], help="rows for each replica")
-    parser.add_argument("--batches", type=int, default=20)
-    parser.add_argument("--context", type=int, default=32768, help="most tokens of a row, and of a document")
-    parser.add_argument("--ranks", type=int, default=8, help="context-parallel ranks of a replica")
+    parser.add_argument("--replicas", type=positive, nargs="+", default=[4, 8, 16])
+    parser.add_argument("--micro-batches", type=positive, nargs="+", default=[1, 2, 4, 8], help="rows for each replica")
+    parser.add_argument("--batches", type=positive, default=20)
+    parser.add_argument("--context", type=positive, default=32768, help="most tokens of a row, and of a document")
+    parser.add_argument("--ranks", type=positive, default=8, help="context-parallel ranks of a replica")
     parser.add_argument("--cluster", default="a2")
     parser.add_argument("--equal", action="store_true", help="also with as many micro-batches on every replica")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--pool-contexts", type=int, nargs="+", default=[32768, 131072], help="contexts of the pool")
-    parser.add_argument("--simulated-placements", type=int, help="option of the pool's plans; default: that of a plan")
+    parser.add_argument(
+        "--pool-contexts", type=positive, nargs="+", default=[32768, 131072], help="contexts of the pool"
+    )
     args = parser.parse_args()
     if "replicas" in args.only:
         _print_replica_rows(args)
@@ -118,7 +110,7 @@ def main() -> None:
         return global_batches(draw_set(name)[0], context, rows, args.batches)
 
     if "pool" in args.only:
-        case = PoolCase(POOL_REPLICAS, args.ranks, args.context, args.cluster, args.simulated_placements)
+        case = PoolCase(POOL_REPLICAS, args.ranks, args.context, args.cluster)
         print_pool_rows(args.lengths, draw_batches, args.pool_contexts, case)
 
 

@@ -17,11 +17,11 @@ import argparse
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.arguments import Arguments, natural, new_file, positive
 from benchmarks.data import HEADS, SETS, place_of
 from benchmarks.timing import median_us
 from mindspeed_cp import AttentionConfig, Documents, Plan, Topology, build_plan
@@ -39,27 +39,18 @@ ATTENTION = AttentionConfig(heads=32, kv_heads=8, head_dim=128)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeat", type=int, default=5)
-    parser.add_argument("--ranks", type=int, default=64)
-    parser.add_argument("--large", type=int, default=1024, help="ranks of the large ring")
-    parser.add_argument("--documents", type=int, default=1000, help="documents of the large ring")
-    parser.add_argument("--batches", type=int, nargs="+", default=[4, 1], help="numbers of batches to choose by")
+    parser = Arguments(__doc__)
+    parser.add_argument("--repeat", type=positive, default=5)
+    parser.add_argument("--ranks", type=positive, default=64)
+    parser.add_argument("--large", type=positive, default=1024, help="ranks of the large ring")
+    parser.add_argument("--documents", type=positive, default=1000, help="documents of the large ring")
+    parser.add_argument("--batches", type=positive, nargs="+", default=[4, 1], help="numbers of batches to choose by")
     parser.add_argument("--lengths", nargs="+", default=["wikipedia", "prolong"])
-    parser.add_argument("--tokens", type=int, default=4096, help="tokens of each rank")
+    parser.add_argument("--tokens", type=positive, default=4096, help="tokens of each rank")
     parser.add_argument("--cluster", default="a2")
-    parser.add_argument("--problems", type=int, default=200, help="random problems of the regret; 0: none")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--problems", type=natural, default=200, help="random problems of the regret; 0: none")
+    parser.add_argument("--json", type=new_file, help="write all figures to this file")
     options = parser.parse_args()
-    for name in ("repeat", "ranks", "large", "documents", "tokens"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} is {getattr(options, name)}; valid: 1 or more")
-    if options.problems < 0:
-        parser.error(f"--problems is {options.problems}; valid: 0 or more")
-    if min(options.batches) < 1:
-        parser.error(f"--batches has {min(options.batches)}; valid: 1 or more")
-    if options.json and not options.json.absolute().parent.is_dir():
-        parser.error(f"--json {options.json}: there is no folder {options.json.absolute().parent}")
     try:
         rows = measure(options)
     except ConfigError as error:
@@ -140,10 +131,6 @@ def timed(
     return {"what": what, "ranks": topology.ranks, "documents": documents, "host_seconds": seconds, "modelled": layer}
 
 
-if __name__ == "__main__":
-    main()
-
-
 # Random problems, and how much slower a default plan is on each than the fastest of all candidates of `auto`.
 
 
@@ -184,3 +171,7 @@ def random_problem(seed: int) -> Problem:
     chosen = choose_algorithm([documents], topology, HEADS[heads]).trials[0]
     name = f"{cluster} {heads} {lengths}, {ranks} ranks of {tokens} tokens, seed {seed}"
     return Problem(name, default, min(chosen.seconds[0], default), str(chosen.candidate))
+
+
+if __name__ == "__main__":
+    main()

@@ -4,10 +4,10 @@ same result."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
 
 import numpy as np
 
+from benchmarks.published.systems.head_groups import differencing
 from mindspeed_cp.data import candidates
 from mindspeed_cp.data.balance import Assignment, CostFunction, make_dispatch_problem, to_assignment
 from mindspeed_cp.data.candidates import best_fit_decreasing
@@ -62,24 +62,8 @@ def karmarkar_karp(
     token_bound: int,
     per_micro_batch: float = 0.0,
 ) -> Assignment:
-    """Assign by the largest differencing method over replicas, by cost (Karmarkar and Karp 1982); micro-batches by best
-    fit.
-
-    Each document begins as a partition of its own: its cost in one part, nothing in the others. The two partitions
-    whose parts differ most are merged, the largest part of one with the smallest of the other, until one is left.
-    """
+    """Assign by the largest differencing method over replicas, by cost; micro-batches by best fit."""
     problem = make_dispatch_problem(lengths, cost, replicas, token_bound, per_micro_batch)
-    # (-spread, number, parts by cost descending: (cost, documents))
-    heap: list[tuple[int, int, list[tuple[int, list[int]]]]] = [
-        (-value, number, [(value, [number]), *((0, []) for _ in range(replicas - 1))])
-        for number, value in enumerate(problem.costs)
-    ]
-    heapify(heap)
-    while len(heap) > 1:
-        (_, number, parts), (_, _, others) = heappop(heap), heappop(heap)
-        merged = [(a + b, docs + more) for (a, docs), (b, more) in zip(parts, reversed(others), strict=True)]
-        merged.sort(key=lambda part: -part[0])
-        heappush(heap, (merged[-1][0] - merged[0][0], number, merged))
-    assigned = [documents for _, documents in heap[0][2]] if heap else [[] for _ in range(replicas)]
-    groups = [best_fit_decreasing(problem, documents) for documents in assigned]
+    part = differencing(np.array(problem.costs), replicas)
+    groups = [best_fit_decreasing(problem, np.flatnonzero(part == replica).tolist()) for replica in range(replicas)]
     return to_assignment(problem, groups)

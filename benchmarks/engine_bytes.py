@@ -14,14 +14,12 @@ v, out, dout, lse, dq, dk and dv backward. 0.00 is an engine that adds nothing t
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import wraps
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -30,6 +28,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.arguments import Arguments, new_file, positive
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology, build_plan
 from mindspeed_cp.cli.lengths import draw_batches
 from mindspeed_cp.comm import in_memory
@@ -194,17 +193,17 @@ def unit(plan: Plan) -> float:
 
 def main() -> None:
     """Print a line for each algorithm and row."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument("--backend", choices=("cuda", "npu"), default="cuda", help="whose calls; nothing runs there")
     parser.add_argument("--lengths", default="wikipedia", help="of the packed row; as `mindspeed-cp plan` takes them")
     parser.add_argument("--algorithms", default=ALGORITHMS)
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=16384)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--dim", type=int, default=32)
+    parser.add_argument("--ranks", type=positive, default=8)
+    parser.add_argument("--tokens", type=positive, default=16384)
+    parser.add_argument("--heads", type=positive, default=8)
+    parser.add_argument("--kv-heads", type=positive, default=8)
+    parser.add_argument("--dim", type=positive, default=32)
     parser.add_argument("--operations", action="store_true", help="name what moves most")
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--json", type=new_file, metavar="FILE")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     try:

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from benchmarks.arguments import Arguments, positive
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, simulate_plan
 from mindspeed_cp.cluster import load_cluster
 from mindspeed_cp.cluster.cluster import Cluster
@@ -233,14 +234,14 @@ def cases(options: argparse.Namespace, cluster: str) -> Iterator[tuple[Documents
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument("--clusters", nargs="+", default=["a2", "a800", "h800", "a3", "atlas350"])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[16, 32])
-    parser.add_argument("--kv-heads", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--ranks", type=positive, nargs="+", default=[16, 32])
+    parser.add_argument("--kv-heads", type=positive, nargs="+", default=[8, 32])
     parser.add_argument("--lengths", nargs="+", default=["wikipedia", "prolong"])
     parser.add_argument("--algorithms", nargs="+", default=ALGORITHMS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--tokens", type=int, default=4096, help="tokens of each rank")
+    parser.add_argument("--tokens", type=positive, default=4096, help="tokens of each rank")
     options = parser.parse_args()
     print(f"{'cluster':10}{'algorithm':40}{'mean':>8}{'least':>8}{'most':>8}{'cases':>7}{'host s':>8}")
     for cluster in options.clusters:

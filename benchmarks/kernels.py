@@ -13,17 +13,16 @@ On a CPU (--device cpu) the torch implementations of the kernels run, only to te
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.timing import Arguments, machine_name, peak_bytes, time_in_turn
+from benchmarks.arguments import Arguments, new_file, positive
+from benchmarks.timing import machine_name, peak_bytes, time_in_turn
 from mindspeed_cp.ascend_kernels.merge import merge_parts
 from mindspeed_cp.layout import TOKEN_SPAN, Documents
 from mindspeed_cp.ops.attention import (
@@ -219,18 +218,18 @@ def flex(leaves: list[Tensor], dout: Tensor, slopes: Tensor, tokens: int) -> Cal
 
 
 def main() -> None:
-    parser = Arguments(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Arguments(__doc__)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--tokens", type=int, default=65536)
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=32)
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--bias-tokens", type=int, default=8192)
-    parser.add_argument("--repeat", type=int, default=20)
+    parser.add_argument("--tokens", type=positive, default=65536)
+    parser.add_argument("--heads", type=positive, default=32)
+    parser.add_argument("--kv-heads", type=positive, default=32)
+    parser.add_argument("--dim", type=positive, default=128)
+    parser.add_argument("--bias-tokens", type=positive, default=8192)
+    parser.add_argument("--repeat", type=positive, default=20)
     parser.add_argument(
         "--only", nargs="+", choices=("copies", "attention", "bias"), default=("copies", "attention", "bias")
     )
-    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser.add_argument("--json", type=new_file, help="write all figures there")
     args = parser.parse_args()
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: no CUDA device; valid here: --device cpu, which times torch and no kernel")

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.arguments import Arguments, new_file, positive
 from benchmarks.data import HEADS, real_lengths_folder
 from mindspeed_cp import Documents, Topology, build_plan
 from mindspeed_cp.algorithms.hierarchical import choose_placement
@@ -41,21 +42,16 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, default=100)
+    parser = Arguments(__doc__)
+    parser.add_argument("--batches", type=positive, default=100)
     parser.add_argument("--clusters", nargs="+", default=["a800", "h200", "a2", "a3"])
     parser.add_argument("--lengths", nargs="+", default=["wikipedia", "prolong"])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64, 128])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192], help="of each rank")
+    parser.add_argument("--ranks", type=positive, nargs="+", default=[16, 64, 128])
+    parser.add_argument("--tokens", type=positive, nargs="+", default=[4096, 8192], help="of each rank")
     parser.add_argument("--heads", nargs="+", default=list(HEADS), choices=list(HEADS))
     parser.add_argument("--others", action="store_true", help="also the modelled time of other algorithms")
-    parser.add_argument("--json", type=Path, help="write every figure there")
+    parser.add_argument("--json", type=new_file, help="write every figure there")
     options = parser.parse_args()
-    for name, values in (("batches", [options.batches]), ("ranks", options.ranks), ("tokens", options.tokens)):
-        if min(values) < 1:
-            parser.error(f"--{name} has {min(values)}; valid: 1 or more")
-    if options.json and not options.json.parent.is_dir():
-        parser.error(f"--json {options.json}: there is no folder {options.json.parent}")
     try:
         run(options)
     except ConfigError as error:

@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.arguments import Arguments, new_file, positive
 from benchmarks.data import HEADS, SETS, place_of, real_lengths_folder
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
 from mindspeed_cp.algorithms.hierarchical import choose_placement
@@ -226,21 +227,16 @@ def show(row: SizeRow) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64, 128, 256, 1024, 4096, 16384])
+    parser = Arguments(__doc__)
+    parser.add_argument("--ranks", type=positive, nargs="+", default=[16, 64, 128, 256, 1024, 4096, 16384])
     parser.add_argument("--simulated-up-to", type=int, default=1024, help="most ranks of plans with simulations")
-    parser.add_argument("--batches", type=int, default=6, help="of each set and kind of heads, on up to 128 ranks")
+    parser.add_argument("--batches", type=positive, default=6, help="of each set and kind of heads, on up to 128 ranks")
     parser.add_argument("--lengths", nargs="+", default=["wikipedia", "prolong"], choices=list(SETS))
     parser.add_argument("--heads", nargs="+", default=list(HEADS), choices=list(HEADS))
-    parser.add_argument("--tokens", type=int, default=4096, help="of each rank")
+    parser.add_argument("--tokens", type=positive, default=4096, help="of each rank")
     parser.add_argument("--cluster", default="a800")
-    parser.add_argument("--json", type=Path, help="write every figure there")
+    parser.add_argument("--json", type=new_file, help="write every figure there")
     options = parser.parse_args(argv)
-    for name, values in (("batches", [options.batches]), ("ranks", options.ranks), ("tokens", [options.tokens])):
-        if min(values) < 1:
-            parser.error(f"--{name} has {min(values)}; valid: 1 or more")
-    if options.json and not options.json.absolute().parent.is_dir():
-        parser.error(f"--json {options.json}: there is no folder {options.json.absolute().parent}")
     try:
         rows = measure(options)
     except ConfigError as error:

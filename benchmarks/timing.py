@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import NoReturn
 
 import torch
 
@@ -72,14 +70,3 @@ def median_us(run: Callable[[], object], calls: int, warm_up: int = 1) -> float:
         run()
         times.append(time.perf_counter() - start)
     return statistics.median(times) * 1e6
-
-
-# Command-line arguments with one-line errors.
-
-
-class Arguments(argparse.ArgumentParser):
-    """A parser that prints one-line errors without the usage text and exits with code 2."""
-
-    def error(self, message: str) -> NoReturn:
-        """Print the error and exit."""
-        self.exit(2, f"{self.prog}: error: {message}\n")

@@ -18,12 +18,12 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from time import perf_counter
 
 import numpy as np
 import torch
 
+from benchmarks.arguments import Arguments, natural, new_file, positive
 from mindspeed_cp import AttentionConfig, Documents, Plan, Topology, build_plan, verify_plan
 from mindspeed_cp.cluster import load_cluster
 from mindspeed_cp.engine import attend_in_process
@@ -64,25 +64,18 @@ class Row:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--nodes", type=int, default=1)
+    parser = Arguments(__doc__)
+    parser.add_argument("--ranks", type=positive, default=8)
+    parser.add_argument("--nodes", type=positive, default=1)
     parser.add_argument("--clusters", nargs="+", default=["a2", "a3"])
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--shrink", type=int, default=8, help="lengths on this host are divided by it")
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--heads", type=int, default=2, help="heads on this host; 0: not timed")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("--shrink", type=positive, default=8, help="lengths on this host are divided by it")
+    parser.add_argument("--repeat", type=positive, default=3)
+    parser.add_argument("--heads", type=natural, default=2, help="heads on this host; 0: not timed")
+    parser.add_argument("--json", type=new_file, help="write all figures to this file")
     options = parser.parse_args()
-    for name in ("ranks", "nodes", "shrink", "repeat"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} is {getattr(options, name)}; valid: 1 or more")
     if options.ranks % options.nodes:
         parser.error(f"--nodes is {options.nodes}; valid: a divisor of {options.ranks} ranks")
-    if options.heads < 0:
-        parser.error(f"--heads is {options.heads}; valid: 0 or more")
-    if options.json and not options.json.absolute().parent.is_dir():
-        parser.error(f"--json {options.json}: there is no folder {options.json.absolute().parent}")
     torch.set_num_threads(1)
     print(f"{options.ranks} ranks on {options.nodes} node(s), seed {options.seed}; modelled on {options.clusters}")
     heads = [f"{name}: {what}" for name in options.clusters for what in ("/all-gather", "flat/tree")]

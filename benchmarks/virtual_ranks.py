@@ -12,28 +12,28 @@ document). Efficiency: time of the ideal over that of the slowest rank.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
-from collections.abc import Callable
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
+from benchmarks.arguments import Arguments, natural, positive
 from benchmarks.host import host_rows
 from benchmarks.isolated_rank import IsolatedRank
 from benchmarks.timing import machine_name, time_in_turn
-from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology, build_plan, context_parallel_attention
-from mindspeed_cp.cli.lengths import draw_batches
-from mindspeed_cp.engine import prepare
+from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
 from mindspeed_cp.ops.attention import GradientAccumulator, get_backend
 from mindspeed_cp.ops.attention.cuda.flash_operator import AtenFlashOperator, FlashArguments
 from mindspeed_cp.plan import document_mask
 
 DIRECTIONS = ("forward", "backward")
+
+#: torch's flash attention on CPUs, the kernel of the cpu backend; tensors are [1, heads, rows, dim].
+CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+CPU_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 
 class RankWork:
@@ -185,118 +185,45 @@ def step_us(ranks: int, attention: AttentionConfig, device: torch.device, calls:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of this module to those of benchmarks.engine."""
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--virtual-ranks", type=int, default=0, help="of a plan, one after the other on the device")
-    parser.add_argument("--heads", type=int, default=32, help="with virtual ranks, as what follows")
-    parser.add_argument("--kv-heads", type=int, default=32)
-    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--virtual-ranks", type=natural, default=0, help="of a plan, one after the other on the device")
+    parser.add_argument("--heads", type=positive, default=32, help="with virtual ranks, as what follows")
+    parser.add_argument("--kv-heads", type=positive, default=32)
+    parser.add_argument("--dim", type=positive, default=128)
     parser.add_argument("--algorithm", default="ring")
     parser.add_argument("--lengths", default="wikipedia", help="of the packed row; as `mindspeed-cp plan` takes them")
 
 
-def report(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Measure and print."""
-    ranks, tokens = args.virtual_ranks, args.tokens or 65536
-    if args.device == "cuda" and not torch.cuda.is_available():
+def report(parser: Arguments, args: argparse.Namespace, cases: dict[str, list[int]]) -> dict[str, Any]:
+    """Measure and print the rows of these lengths, by title.
+
+    Raises:
+        ConfigError: the algorithm or the backend does not take them.
+    """
+    ranks, device = args.virtual_ranks, torch.device(args.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: no CUDA device; valid here: --device cpu")
-    if ranks < 1 or args.heads % ranks or args.kv_heads % ranks:
+    if args.heads % ranks or args.kv_heads % ranks:
         parser.error(
             f"--virtual-ranks is {ranks}; valid: a divisor of --heads {args.heads} and --kv-heads {args.kv_heads}, so "
             "that the ideal's shares are equal"
         )
-    device = torch.device(args.device)
     if device.type == "cpu":
         torch.set_num_threads(1)
-    cases = {"one causal document": [tokens]}
-    try:
-        if not args.skip_packed:
-            cases[f"packed, {args.lengths}"] = draw_batches(args.lengths, tokens, 1, 0)[0].lengths.tolist()
-        attention = AttentionConfig(args.heads, args.kv_heads, args.dim)
-        figures: dict[str, Any] = {"machine": machine_name(device), "host": host_rows(ranks, attention, device)}
-        kernels = "host time on this CPU, attention operator without the engine"
-        figures["host"].append({"what": kernels, "us": step_us(ranks, attention, device)})
-        shape = f"bf16, {args.heads} heads ({args.kv_heads} of keys) x {args.dim}, {tokens} tokens, {args.algorithm}"
-        print(f"{figures['machine']}: {shape}, {ranks} ranks one after the other, no communication")
-        for row in figures["host"]:
-            print(f"{row['what']:65} {row['us']:6.0f} us")
-        for title, lengths in cases.items():
-            figures[title] = measure(lengths, ranks, attention, args.algorithm, device, args.repeat)
-            for row in figures[title]:
-                rank_ms = row["rank_ms"]
-                print(
-                    f"{title:24} {len(lengths):5} documents, {row['direction']:8} ideal {row['ideal_ms']:8.2f} ms, "
-                    f"ranks {min(rank_ms):8.2f} to {max(rank_ms):8.2f} ms, efficiency {row['efficiency']:.3f}",
-                    flush=True,
-                )
-    except ConfigError as error:
-        parser.error(str(error))
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=1))
-
-
-# One attention layer, forward and backward, by the engine, and the ideal to compare it with.
-
-
-HEADS, DIM = 8, 64
-
-#: torch's flash attention on CPUs, the kernel of the cpu backend; tensors are [1, heads, rows, dim].
-CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-CPU_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-
-
-class Run(NamedTuple):
-    """Both directions; the backward gets the result of the forward."""
-
-    forward: Callable[[], Any]
-    backward: Callable[[Any], Any]
-
-
-def packed_lengths(tokens: int) -> list[int]:
-    """Return the lengths of a packed row, lognormal as in Megatron's parametric set (mean 1024, sigma 1.5, 128 to
-    8192)."""
-    rng = np.random.default_rng(3)
-    row: list[int] = []
-    while sum(row) < tokens:
-        length = int(np.clip(rng.lognormal(np.log(1024) - 1.5**2 / 2, 1.5), 128, 8192))
-        row.append(min(length, tokens - sum(row)))
-    return row
-
-
-def ideal(lengths: list[int], share: int) -> Run:
-    """Return the flash kernel once per document, on 1/share of the heads, in bf16: without communication, merges and
-    conversions."""
-    rows = [
-        [torch.randn(n, HEADS // share, DIM, dtype=torch.bfloat16).transpose(0, 1)[None] for _ in range(4)]
-        for n in lengths
-    ]
-
-    def forward() -> list[Any]:
-        return [CPU_FLASH(q, k, v, 0.0, True, scale=DIM**-0.5) for q, k, v, _ in rows]
-
-    def backward(outs: list[Any]) -> None:
-        for (q, k, v, dout), (out, lse) in zip(rows, outs, strict=True):
-            CPU_FLASH_BACKWARD(dout, q, k, v, out, lse, 0.0, True, scale=DIM**-0.5)
-
-    return Run(forward, backward)
-
-
-def planned(plan: Plan, rank: int) -> Run:
-    """Return the part of this rank in a plan, in bf16."""
-    rows = int(plan.layout.token_counts[rank])
-    q, k, v, dout = (torch.randn(rows, HEADS, DIM, dtype=torch.bfloat16, requires_grad=i < 3) for i in range(4))
-    prepare(plan, rank, dtype=torch.bfloat16)
-    return Run(
-        lambda: context_parallel_attention(q, k, v, plan),
-        lambda out: torch.autograd.grad(out, (q, k, v), dout),
-    )
-
-
-def timed(run: Run) -> tuple[float, float]:
-    """Return the milliseconds from barrier to barrier, for the forward and for both directions."""
-    dist.barrier()
-    start = time.perf_counter()
-    results = run.forward()
-    dist.barrier()
-    between = time.perf_counter()
-    run.backward(results)
-    dist.barrier()
-    return (between - start) * 1e3, (time.perf_counter() - start) * 1e3
+    attention = AttentionConfig(args.heads, args.kv_heads, args.dim)
+    figures: dict[str, Any] = {"machine": machine_name(device), "host": host_rows(ranks, attention, device)}
+    kernels = "host time on this CPU, attention operator without the engine"
+    figures["host"].append({"what": kernels, "us": step_us(ranks, attention, device)})
+    shape = f"bf16, {args.heads} heads ({args.kv_heads} of keys) x {args.dim}, {args.tokens} tokens, {args.algorithm}"
+    print(f"{figures['machine']}: {shape}, {ranks} ranks one after the other, no communication")
+    for row in figures["host"]:
+        print(f"{row['what']:65} {row['us']:6.0f} us")
+    for title, lengths in cases.items():
+        figures[title] = measure(lengths, ranks, attention, args.algorithm, device, args.repeat)
+        for row in figures[title]:
+            rank_ms = row["rank_ms"]
+            print(
+                f"{title:24} {len(lengths):5} documents, {row['direction']:8} ideal {row['ideal_ms']:8.2f} ms, "
+                f"ranks {min(rank_ms):8.2f} to {max(rank_ms):8.2f} ms, efficiency {row['efficiency']:.3f}",
+                flush=True,
+            )
+    return figures

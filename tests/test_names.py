@@ -1,15 +1,16 @@
-"""Variables are named for what they hold, and docstrings of functions start with a verb."""
+"""Variables are named for what they hold, docstrings of functions start with a verb, retired words do not come back."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = ("mindspeed_cp", "ops", "ascend_kernels", "benchmarks", "configs", "docs", "requirements", "tests", "tools")
+CODE = ("mindspeed_cp", "ops", "ascend_kernels", "benchmarks", "tools")
 
 #: Words that say nothing about a value.
 VAGUE = {"at", "found", "here", "mine", "of", "one", "some"}
@@ -21,21 +22,6 @@ def vague_names(source: str) -> Iterator[tuple[int, str]]:
         name = node.arg if isinstance(node, ast.arg) else node.id if isinstance(node, ast.Name) else None
         if name in VAGUE and (isinstance(node, ast.arg) or isinstance(node.ctx, ast.Store)):
             yield node.lineno, name
-
-
-def test_variables_say_what_they_hold() -> None:
-    uses = [
-        f"{path.relative_to(ROOT)}:{line}: {name}"
-        for folder in FOLDERS
-        for path in sorted((ROOT / folder).rglob("*.py"))
-        for line, name in vague_names(path.read_text("utf-8"))
-    ]
-    assert not uses, "\n".join(uses)
-
-
-def test_a_vague_name_is_seen_wherever_it_is_bound() -> None:
-    source = "def f(of): return [one for one in of]\nfound: int = 1\nfor some, x in y: pass\ng = lambda at: at\n"
-    assert sorted(vague_names(source)) == [(1, "of"), (1, "one"), (2, "found"), (3, "some"), (4, "at")]
 
 
 #: First words of a docstring that are no verb in the imperative, beside words that end in "s".
@@ -64,11 +50,56 @@ def noun_docstrings(source: str) -> Iterator[tuple[int, str]]:
             yield node.lineno, word
 
 
-@pytest.mark.parametrize("folder", ["mindspeed_cp", "ops", "ascend_kernels", "benchmarks", "tools"])
-def test_docstrings_of_functions_start_with_a_verb(folder: str) -> None:
-    nouns = [
-        f"{path.relative_to(ROOT)}:{line}: {word}"
+def uses(folders: tuple[str, ...], search: Callable[[str], Iterator[tuple[int, str]]]) -> list[str]:
+    """Return what a search yields in the sources of folders, with file and line."""
+    return [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for folder in folders
         for path in sorted((ROOT / folder).rglob("*.py"))
-        for line, word in noun_docstrings(path.read_text("utf-8"))
+        for line, name in search(path.read_text("utf-8"))
     ]
+
+
+def test_variables_say_what_they_hold() -> None:
+    assert list(vague_names("for some, x in y: pass\ng = lambda at: at\n")) == [(1, "some"), (2, "at")]
+    vague = uses((*CODE, "configs", "docs", "requirements", "tests"), vague_names)
+    assert not vague, "\n".join(vague)
+
+
+@pytest.mark.parametrize("folder", CODE)
+def test_docstrings_of_functions_start_with_a_verb(folder: str) -> None:
+    nouns = uses((folder,), noun_docstrings)
     assert not nouns, "\n".join(nouns)
+
+
+def early_starts(source: str) -> Iterator[tuple[int, str]]:
+    """Yield where a file runs as a program before its end: what stands behind that is not there yet."""
+    for node in ast.parse(source).body[:-1]:
+        if isinstance(node, ast.If) and "__main__" in ast.dump(node.test):
+            yield node.lineno, "main() before the end"
+
+
+def test_programs_begin_at_the_end_of_their_files() -> None:
+    assert not uses(("benchmarks", "tools", "docs", "examples", "requirements"), early_starts)
+
+
+#: One line for each name or phrase: retired, tab, replacement.
+RETIRED = Path(__file__).parent / "retired_words.tsv"
+FOLDERS = (*CODE, ".ci", "tests", "configs", "docs", "requirements")
+SUFFIXES = {".py", ".md", ".yaml", ".toml", ".sh", ".patch", ".txt", ""}
+
+
+def test_retired_words_are_not_used() -> None:
+    words = dict(line.split("\t") for line in RETIRED.read_text("utf-8").splitlines()[1:])
+    assert all(words.values()) and not set(words) & set(words.values())
+    pattern = re.compile(r"(?<!\w)(?:" + "|".join(map(re.escape, sorted(words, key=len, reverse=True))) + r")(?!\w)")
+    paths = [*ROOT.glob("*.md"), *(ROOT / name for name in ("pyproject.toml", "Makefile", "MANIFEST.in", "setup.py"))]
+    paths += [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES]
+    used = [
+        f"{path.relative_to(ROOT)}:{number}: {word}: say {words[word]}"
+        for path in paths
+        if path.is_file() and "runs" not in path.parts
+        for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
+        for word in pattern.findall(line)
+    ]
+    assert not used, "\n".join(used)

@@ -1,4 +1,4 @@
-"""The list of slow tests names tests that exist."""
+"""The list of slow tests names tests that exist; a new measurement replaces an old one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,9 @@ def test_slow_list_names_tests_that_exist() -> None:
 
 
 def test_measurement_replaces_that_of_the_same_test(tmp_path: Path) -> None:
-    report = tmp_path / "main.xml"
+    report, kept = tmp_path / "main.xml", "tests/test_slow.py::test_slow_list_names_tests_that_exist"
     case = '<testcase classname="tests.test_slow" name="{}" time="{}">{}</testcase>'
     cases = (case.format("a[1]", 2.04, ""), case.format("fast", 0.1, ""), case.format("skipped", 9, "<skipped/>"))
     report.write_text(f"<testsuites><testsuite>{''.join(cases)}</testsuite></testsuites>")
-    measured = read_seconds(report)
-    assert measured == {"tests/test_slow.py::a[1]": 2.04, "tests/test_slow.py::fast": 0.1}
-    kept = "tests/test_slow.py::test_slow_list_names_tests_that_exist"
     old = {kept: 3.0, "tests/test_slow.py::gone": 4.0, "tests/test_slow.py::fast": 5.0}
-    assert merge(old, measured) == {"tests/test_slow.py::a[1]": 2.0, kept: 3.0}
+    assert merge(old, read_seconds(report)) == {"tests/test_slow.py::a[1]": 2.0, kept: 3.0}

@@ -1,6 +1,6 @@
 """Write everything in the documentation that is computed; run by `make docs-tables`.
 
-tests/test_docs_tables.py compares the pages with what this writes. The tables of benchmarks/results, and the rows
+tests/test_docs.py compares the pages with what this writes. The tables of benchmarks/results, and the rows
 of speed that README.md takes from them, take minutes and are made by the commands beside them.
 """
 
@@ -15,7 +15,7 @@ from mindspeed_cp.algorithms import ALGORITHMS, Algorithm, AlgorithmOption
 from mindspeed_cp.algorithms.registry import with_reduce_dtype
 from mindspeed_cp.device.versions import versions_md
 from mindspeed_cp.report.plan import PlanSummary
-from tools import cann_table, convert_table, glossary, megatron_arguments, mindspeed_table, reliability
+from tools import convert_table, megatron_arguments, mindspeed_table, reliability
 from tools.capabilities import capabilities_md
 from tools.reference import reference_yaml
 
@@ -95,7 +95,6 @@ PAGES: dict[str, Callable[[str], str]] = {
     "README.md": lambda page: readme_page(page, ", "),
     "README.zh.md": lambda page: readme_page(page, "、"),
     "configs/reference.yaml": lambda _: reference_yaml(),
-    "tests/host_cann/rules.md": lambda _: cann_table.rules_page(),
     "docs/algorithms.md": algorithms_page,
     "docs/convert.md": lambda page: _with_rows(
         _with_rows(
@@ -107,7 +106,6 @@ PAGES: dict[str, Callable[[str], str]] = {
         convert_table.added_rows(),
     ),
     "docs/capabilities.md": lambda _: capabilities_md(),
-    "docs/glossary.md": lambda _: glossary.page(),
     "docs/megatron_arguments.md": lambda _: megatron_arguments.page(),
     "docs/mindspeed.md": lambda page: _with_rows(
         _with_rows(page, mindspeed_table.REPLACED_HEAD, mindspeed_table.replaced_rows()),

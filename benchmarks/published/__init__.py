@@ -1,9 +1,9 @@
 """Published systems and this project's planner on the same batches, modelled side by side.
 
     python -m benchmarks.published [--clusters a800 h200 a2 a3] [--ranks 16 32 64 128] [--lengths wikipedia prolong]
-                                   [--heads mha gqa8] [--batches 4] [--basis 1 2] [--seed 0] [--no-steps] [--bf16]
+                                   [--heads mha gqa8] [--batches 4] [--basis 1 2] [--seed 0] [--bf16]
                                    [--no-sensitivity] [--further [equal bimodal pareto one-giant share+1]]
-                                   [--markdown FILE] [--json FILE] [--csv FILE]
+                                   [--markdown FILE] [--json FILE]
 
 Every system runs the same documents by plans that verify_plan can prove, timed by the event simulation of
 mindspeed_cp.simulate on the presets of configs/clusters: nothing is measured. `systems` says for each where it is
@@ -19,12 +19,9 @@ Further sets: lengths that corpora do not have (benchmarks/data.py), on 64 ranks
 
 Columns: time of the even ring (ms of one layer, forward and backward, with its linear layers); how many times as fast
 each system is (mean of the batches); ours over the fastest published system of each batch, mean and least; and the
-fraction of the bound that ours reaches. The bound is perfect balance of all ranks with nothing exposed. Two columns are
-no published systems: dynamic CP and Zeppelin with this project's cost model. A column with a star is an upper
-comparator: the time of no plan, which does not count among the fastest published.
+fraction of the bound that ours reaches. The bound is perfect balance of all ranks with nothing exposed.
 
-Steps: all batches of a row as micro-batches of one training step through 32 layers, replicas beside each other; without
-the reduction of gradients, which is the same for all. --bf16 lets gradients of keys and values travel in bf16 in all
-systems but ours. The sensitivity lines run plans made by the preset on clusters that are otherwise than it says; other
-systems' options are chosen anew by what the cluster really is, ours are not.
+--bf16 lets gradients of keys and values travel in bf16 in all systems but ours.
+The sensitivity lines run plans made by the preset on clusters that are otherwise than it says; other systems' options
+are chosen anew by what the cluster really is, ours are not.
 """

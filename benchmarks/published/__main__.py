@@ -5,17 +5,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 
 import benchmarks.published
+from benchmarks.arguments import Arguments, natural, new_file, positive
 from benchmarks.data import FURTHER_SETS, real_lengths_folder
 from benchmarks.published.bases import (
     HEADS,
-    LAYERS,
     RANKS,
     Bench,
     Place,
@@ -26,33 +24,17 @@ from benchmarks.published.bases import (
     further_rows,
     one_row,
     pool_of,
-    step_seconds,
 )
-from benchmarks.published.systems import COMPARATORS, OURS, SYSTEMS
-from benchmarks.published.table import (
-    Row,
-    assumptions,
-    beside_reported,
-    header,
-    line,
-    markdown,
-    step_line,
-    summarize,
-    summary_text,
-    target_text,
-    why_slower,
-    write_batches,
-)
+from benchmarks.published.systems import OURS, SYSTEMS
+from benchmarks.published.table import Row, assumptions, header, line, markdown, summary, target_text
 from mindspeed_cp import Documents
 from mindspeed_cp.data.lengths import load_lengths
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.plan.transfers import GRADIENT_BYTES
 
 Batches = Callable[[str, int], list[Documents]]
 Changes = dict[str, tuple[tuple[str, float], ...]]
 
 #: What the planner does not know of, by name: factors of the preset's values.
-BF16 = 2  # bytes
 UNCHANGED = "as the preset"
 CHANGES: Changes = {
     UNCHANGED: (),
@@ -79,15 +61,15 @@ def measure(
     the clusters, half as many where there is one; those of unchanged ones are printed as they are done. A set whose
     batches are equal has one."""
     rows: dict[str, list[Row]] = {name: [] for name in changes}
+    dtype = "bfloat16" if options.bf16 else "float32"
     places = [
-        (change, Place(cluster, heads, ranks, factors, options.placements))
+        (change, Place(cluster, heads, ranks, factors, dtype))
         for cluster in options.clusters
         for heads in options.heads
         for change, factors in changes.items()
     ]
     for lengths in sets:
         row_of_place = {place: _row(place, lengths) for _, place in places}
-        micro: dict[Place, dict[str, list[Timed]]] = {place: {name: [] for name in SYSTEMS} for place in row_of_place}
         drawn: list[list[Documents]] = []
         for seed in range(options.seed, options.seed + count):
             documents, bench = batches(lengths, seed), Bench()
@@ -97,19 +79,12 @@ def measure(
             for place, row in row_of_place.items():
                 if place.changed and seed - options.seed >= half(count):
                     continue
-                timed = {name: bench.time(name, documents, place, _gradient(options, name)) for name in SYSTEMS}
+                timed = {name: bench.time(name, documents, place) for name in SYSTEMS}
                 _add(row, documents, timed, bound(documents, place), seed)
-                for name, timed_system in timed.items():
-                    if timed_system is not None and options.steps and not place.changed:
-                        micro[place][name].append(timed_system)
         for change, place in places:
-            row = row_of_place[place]
-            for name, every in micro[place].items():
-                if every:
-                    row.steps[name] = step_seconds(every, place, _gradient(options, name))
-            rows[change].append(row)
+            rows[change].append(row_of_place[place])
             if not place.changed:
-                print(line(row, list(SYSTEMS)), flush=True)
+                print(line(row_of_place[place], list(SYSTEMS)), flush=True)
     return rows
 
 
@@ -124,10 +99,6 @@ def _row(place: Place, lengths: str) -> Row:
     return Row(place.name, place.heads, lengths, place.ranks, seconds, [], {name: [] for name in SYSTEMS})
 
 
-def _gradient(options: argparse.Namespace, system: str) -> int:
-    return BF16 if options.bf16 and system != OURS else GRADIENT_BYTES
-
-
 def _add(row: Row, documents: Sequence[Documents], by_system: dict[str, Timed | None], least: float, seed: int) -> None:
     """Add a batch to its row."""
     lengths = pool_of(documents).lengths
@@ -138,13 +109,13 @@ def _add(row: Row, documents: Sequence[Documents], by_system: dict[str, Timed | 
     for name in by_system:
         row.seconds[name].append(able[name].seconds if name in able else None)
         row.ways[name].append(_way(able[name]) if name in able else "")
-    ours = able[OURS]
-    name = min((name for name in able if name not in (OURS, *COMPARATORS)), key=lambda name: able[name].seconds)
-    best = able[name]
-    if best.seconds < ours.seconds:
-        reason = why_slower((ours.seconds, best.seconds, least), _parts(ours), _parts(best))
+    name = min((name for name in able if name != OURS), key=lambda name: able[name].seconds)
+    if able[name].seconds < able[OURS].seconds:
         setting = f"{row.cluster} {row.lengths} {row.heads} {row.ranks} ranks, seed {seed}"
-        row.why.append(f"{setting}: {name} ({_way(best)}): {reason}")
+        row.why.append(
+            f"{setting}: {name} ({_way(able[name])}): ours {_took(able[OURS])}; it {_took(able[name])}; bound "
+            f"{1e3 * least:.2f}"
+        )
 
 
 def _way(timed: Timed) -> str:
@@ -152,43 +123,37 @@ def _way(timed: Timed) -> str:
     return " / ".join(labels) + ("" if timed.pooled else f" x {len(timed.chosen)}")
 
 
-def _parts(timed: Timed) -> tuple[float, float, float]:
-    layer = timed.slowest
-    return float(layer.busy.mean()), float(layer.busy.max()), float(layer.exposed.mean())
+def _took(timed: Timed) -> str:
+    """Return the time of a layer, and what its ranks do in it."""
+    busy, exposed = 1e3 * timed.slowest.busy, 1e3 * timed.slowest.exposed
+    return (
+        f"{1e3 * timed.seconds:.2f} ms: busy {busy.mean():.2f} on average, {busy.max():.2f} at most, waits "
+        f"{exposed.mean():.2f}"
+    )
 
 
 def show(options: argparse.Namespace, rows: list[Row]) -> None:
-    """Print the summaries of rows, their steps, and where ours is not first."""
+    """Print the summaries of rows, and where ours is not first."""
     for heads in options.heads:
-        print(summary_text(heads, summarize([row for row in rows if row.heads == heads])))
-    if options.steps:
-        print(f"\nsteps of {LAYERS} layers, batches as micro-batches: s of the even ring, times as fast, s of ours")
-        for row in rows:
-            print(step_line(row, list(SYSTEMS)))
-    for text in beside_reported(rows):
-        print(text)
+        print(summary(heads, [row for row in rows if row.heads == heads]))
     lost = [said for row in rows for said in row.why]
     print(f"\nours is not first in {len(lost)} of {sum(len(row.bound) for row in rows)} batches" + ":" * bool(lost))
     for said in lost:
         print(f"  {said}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print all tables, and return the exit code: 2 for invalid options."""
-    try:
-        options = parse_options(argv)
-    except ConfigError as error:
-        print(f"python -m benchmarks.published: {error}", file=sys.stderr)
-        return 2
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print all tables."""
+    options = parse_options(argv)
     began = time.perf_counter()
-    for text in assumptions(options.clusters, options.lengths, options.bf16, options.placements):
+    for text in assumptions(options.clusters, options.lengths, options.bf16):
         print(text)
     rows_of_basis: dict[str, list[Row]] = {}
     if 1 in options.basis:
         print(f"\nbasis 1: one row over all ranks\n{header(list(SYSTEMS))}")
         rows: list[Row] = []
         for ranks in options.ranks:
-            batches = partial(_one_row, ranks)
+            batches = partial(one_row, ranks)
             rows += measure(options, options.lengths, ranks, half(options.batches), batches, PLAIN)[UNCHANGED]
         rows_of_basis["basis 1"] = rows
         show(options, rows)
@@ -203,8 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"\nbasis 2 on clusters of which the planner did not know, the first {count} batches of each row")
             for name, rows in rows_by_change.items():
                 for heads in options.heads:
-                    rows_of_heads = [row.first(count) for row in rows if row.heads == heads]
-                    print(summary_text(f"{name}, {heads}", summarize(rows_of_heads)))
+                    print(summary(f"{name}, {heads}", [row.first(count) for row in rows if row.heads == heads]))
     for name, batches in FURTHER.items() if options.further else ():
         print(f"\n{name}\n{header(list(SYSTEMS))}")
         rows = measure(options, options.further, RANKS, half(options.batches), batches, PLAIN)[UNCHANGED]
@@ -220,78 +184,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         options.json.write_text(
             json.dumps({key: [dataclasses.asdict(row) for row in rows] for key, rows in rows_of_basis.items()})
         )
-    if options.csv:
-        write_batches(options.csv, rows_of_basis)
-    return 0
-
-
-def _one_row(ranks: int, lengths: str, seed: int) -> list[Documents]:
-    return one_row(lengths, ranks, seed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
-
-
-# The options of `python -m benchmarks.published`, checked.
-
-
-#: Options that name a file to be written.
-FILES = ("markdown", "json", "csv")
 
 
 def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the options.
-
-    Raises:
-        ConfigError: a cluster or set of lengths is not known, or a number is out of range.
-    """
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks.published", description=benchmarks.published.__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    """Parse the options, or end with one line for a cluster or set of lengths that is not known."""
+    parser = Arguments(benchmarks.published.__doc__)
     parser.add_argument("--clusters", nargs="+", default=["a800", "h200", "a2", "a3"])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[16, 32, 64, 128], help="of basis 1")
+    parser.add_argument("--ranks", type=positive, nargs="+", default=[16, 32, 64, 128], help="of basis 1")
     parser.add_argument("--lengths", nargs="+", default=["wikipedia", "prolong"])
-    parser.add_argument(
-        "--further", nargs="*", default=list(FURTHER_SETS), help="further sets of lengths; none: no row"
-    )
+    parser.add_argument("--further", nargs="*", default=list(FURTHER_SETS), choices=list(FURTHER_SETS),
+                        help="further sets of lengths; none: no row")  # fmt: skip
     parser.add_argument("--heads", nargs="+", default=list(HEADS), choices=list(HEADS))
-    parser.add_argument("--batches", type=int, default=4, help="of each row of basis 2; half for basis 1 and --further")
-    parser.add_argument("--seed", type=int, default=0, help="of the first batch")
+    parser.add_argument(
+        "--batches", type=positive, default=4, help="of a row of basis 2; half for basis 1 and --further"
+    )
+    parser.add_argument("--seed", type=natural, default=0, help="of the first batch")
     parser.add_argument("--basis", type=int, nargs="*", default=[1, 2], choices=[1, 2], help="of --lengths, or none")
-    parser.add_argument("--placements", type=int, help="simulated_placements of ours; default: its own")
-    parser.add_argument("--no-steps", dest="steps", action="store_false")
     parser.add_argument("--bf16", action="store_true", help="others send gradients of keys in bf16")
     parser.add_argument("--no-sensitivity", dest="sensitivity", action="store_false")
-    parser.add_argument("--markdown", type=Path, help="write tables for a page of documentation there")
-    parser.add_argument("--json", type=Path, help="write every figure there")
-    parser.add_argument("--csv", type=Path, help="write a line for each batch there")
+    parser.add_argument("--markdown", type=new_file, help="write tables for a page of documentation there")
+    parser.add_argument("--json", type=new_file, help="write every figure there")
     options = parser.parse_args(argv)
-    if options.batches < 1:
-        raise ConfigError(f"--batches is {options.batches}; valid: a whole number from 1")
-    if options.placements is not None and options.placements < 1:
-        raise ConfigError(f"--placements is {options.placements}; valid: a whole number from 1")
-    if min(options.ranks) < 1:
-        raise ConfigError(f"--ranks has {min(options.ranks)}; valid: whole numbers from 1")
-    if options.seed < 0:
-        raise ConfigError(f"--seed is {options.seed}; valid: a whole number from 0")
-    for switch in FILES:
-        file = getattr(options, switch)
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ConfigError(f"--{switch} {file}: there is no folder {file.absolute().parent}")
-    _check_names(options)
+    try:
+        for name in options.clusters:
+            over_pool = 2 in options.basis or options.further
+            for ranks in [*(options.ranks if 1 in options.basis else ()), *([RANKS] if over_pool else ())]:
+                Place(name, "mha", ranks).check()
+        for name in options.lengths:
+            load_lengths(name, real_lengths_folder(name))
+    except ConfigError as error:
+        parser.error(str(error))
     return options
 
 
-def _check_names(options: argparse.Namespace) -> None:
-    """Raise ConfigError for a cluster or a set of lengths that there is not."""
-    for name in options.clusters:
-        over_pool = 2 in options.basis or options.further
-        for ranks in [*(options.ranks if 1 in options.basis else ()), *([RANKS] if over_pool else ())]:
-            Place(name, "mha", ranks).check()
-    for name in options.lengths:
-        load_lengths(name, real_lengths_folder(name))
-    for name in options.further:
-        if name not in FURTHER_SETS:
-            raise ConfigError(f"--further has {name!r}; valid: {', '.join(FURTHER_SETS)}; --lengths has real ones")
+if __name__ == "__main__":
+    main()

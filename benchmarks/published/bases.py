@@ -10,22 +10,22 @@ packs the documents of the rows anew.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from benchmarks.data import FURTHER_SETS, HEADS, real_lengths_folder
-from benchmarks.published.systems import EITHER, POOLED, REPACKED, SYSTEMS
+from benchmarks.published.systems import EITHER, OURS, POOLED, REPACKED, SYSTEMS
 from benchmarks.published.systems.even import Case
-from benchmarks.published.timing import Candidate, Layer, fastest, layer, simulate_layers
+from benchmarks.published.timing import Candidate, Layer, fastest
 from mindspeed_cp import AttentionConfig, Documents, Topology
 from mindspeed_cp.algorithms.placement.estimate import PlacementModel
+from mindspeed_cp.algorithms.registry import with_reduce_dtype
 from mindspeed_cp.cluster import Cluster, ComputeCost, LayerCost, load_cluster
 from mindspeed_cp.data.lengths import sample_batch
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import assign_to_least_loaded
 from mindspeed_cp.plan.problem import visible_pairs
-from mindspeed_cp.plan.transfers import GRADIENT_BYTES
 
 #: Tokens of a rank.
 TOKENS = 4096
@@ -34,7 +34,7 @@ TOKENS = 4096
 RANKS, CONTEXT = 64, 2**16
 
 
-def one_row(name: str, ranks: int, seed: int) -> list[Documents]:
+def one_row(ranks: int, name: str, seed: int) -> list[Documents]:
     """Return a batch of basis 1: one packed row."""
     return [Documents(sample_batch(name, ranks * TOKENS, seed, folder=real_lengths_folder(name)))]
 
@@ -84,14 +84,14 @@ class Place:
         ranks: in all.
         changed: what the cluster really does, where that is other than the preset, by which plans are made: factors of
             its values.
-        placements: `simulated_placements` of this project's plans; None: the default.
+        reduce_dtype: type in which gradients of keys and values travel in other systems than ours.
     """
 
     name: str
     heads: str
     ranks: int
     changed: tuple[tuple[str, float], ...] = ()
-    placements: int | None = None
+    reduce_dtype: str = "float32"
 
     @property
     def attention(self) -> AttentionConfig:
@@ -116,7 +116,7 @@ class Place:
             )
         topology = Topology(ranks // per, per, self.name)
         candidates = {} if shared is None else shared
-        return Case(documents, topology, self.attention, preset.with_ranks(per), candidates, self.placements)
+        return Case(documents, topology, self.attention, preset.with_ranks(per), candidates)
 
     def truth(self, cluster: Cluster) -> Cluster:
         """Return the cluster as it really is."""
@@ -152,48 +152,48 @@ class Bench:
         self._made: dict[tuple[object, ...], list[Candidate]] = {}
         self._shared: dict[object, Candidate] = {}
 
-    def time(
-        self, system: str, rows: Sequence[Documents], place: Place, gradient: int = GRADIENT_BYTES
-    ) -> Timed | None:
+    def time(self, system: str, rows: Sequence[Documents], place: Place) -> Timed | None:
         """Time a system on a batch; None where it cannot run it.
 
         Args:
             system: of SYSTEMS.
             rows: of the batch; several: basis 2.
             place: where.
-            gradient: see :func:`.timing.layer`.
         """
         results = []
         if len(rows) == 1 or system not in POOLED:
-            results.append(self._on(system, rows, place, place.ranks // len(rows), gradient))
+            results.append(self._on(system, rows, place, place.ranks // len(rows)))
         if len(rows) > 1 and system in (*POOLED, *EITHER):
-            results.append(self._on(system, [pool_of(rows)], place, place.ranks, gradient))
+            results.append(self._on(system, [pool_of(rows)], place, place.ranks))
         if len(rows) > 1 and system in REPACKED:
             cluster = place.case(rows[0], place.ranks // len(rows)).cluster
             repacked = rows_of_equal_work(rows, place.attention, cluster)
             if all(row.tokens for row in repacked):
-                results.append(self._on(system, repacked, place, place.ranks // len(rows), gradient))
+                results.append(self._on(system, repacked, place, place.ranks // len(rows)))
         possible = [timed for timed in results if timed is not None]
         return min(possible, key=lambda timed: timed.seconds, default=None)
 
-    def _on(self, system: str, rows: Sequence[Documents], place: Place, ranks: int, gradient: int) -> Timed | None:
+    def _on(self, system: str, rows: Sequence[Documents], place: Place, ranks: int) -> Timed | None:
         """Time rows beside each other, each on so many ranks."""
         chosen, layers = [], []
         for row in rows:
             case = place.case(row, ranks, self._shared)
             truth = place.truth(case.cluster)
-            candidates = self._candidates(system, case)
+            candidates = self._candidates(system, case, place.reduce_dtype)
             if not candidates:
                 return None
-            candidate, layer = fastest(candidates, truth, gradient)
+            candidate, layer = fastest(candidates, truth)
             chosen.append(candidate)
             layers.append(layer)
         return Timed(max(layer.total for layer in layers), tuple(chosen), tuple(layers), len(rows) == 1)
 
-    def _candidates(self, system: str, case: Case) -> list[Candidate]:
+    def _candidates(self, system: str, case: Case, reduce_dtype: str) -> list[Candidate]:
         key = system, case.documents, case.topology, case.attention
         if key not in self._made:
-            self._made[key] = SYSTEMS[system](case)
+            made = SYSTEMS[system](case)
+            if system != OURS:
+                made = [replace(way, plan=with_reduce_dtype(way.plan, reduce_dtype)) for way in made]
+            self._made[key] = made
         return self._made[key]
 
 
@@ -229,38 +229,3 @@ def rows_of_equal_work(rows: Sequence[Documents], attention: AttentionConfig, cl
     row_of = np.zeros(len(lengths), np.int64)
     row_of[order] = assign_to_least_loaded(work[order].tolist(), [0.0] * len(rows))
     return [Documents(lengths[row_of == number]) for number in range(len(rows))]
-
-
-# Training steps of a system: its batches as micro-batches through all layers, rows as replicas.
-#
-# The reduction of gradients and the optimizer are left out: they are the same for all, and the former travels beside
-# the last backward.
-
-
-#: Of the model.
-LAYERS = 32
-
-
-def _micro_batch(candidate: Candidate, cluster: Cluster, gradient: int) -> float:
-    """Time a micro-batch through all layers."""
-    if candidate.free_transfers:  # its layers have no order of steps, and follow each other
-        return LAYERS * layer(candidate, cluster, gradient).total
-    tiles, links = candidate.tiles, candidate.links
-    return simulate_layers(candidate.plan, cluster, LAYERS, tiles=tiles, links=links, gradient=gradient)
-
-
-def step_seconds(batches: Sequence[Timed], place: Place, gradient: int = GRADIENT_BYTES) -> float:
-    """Time one step.
-
-    Args:
-        batches: what the system made of each micro-batch; all as one pool, or all as so many rows.
-        place: where.
-        gradient: see :func:`.timing.layer`.
-    """
-    replicas = np.zeros(max(len(timed.chosen) for timed in batches))  # seconds of each
-    for timed in batches:
-        for number, candidate in enumerate(timed.chosen):
-            cluster = place.truth(place.case(candidate.plan.documents, candidate.plan.ranks).cluster)
-            # A pool among rows keeps every replica's ranks busy for as long.
-            replicas[slice(None) if timed.pooled else number] += _micro_batch(candidate, cluster, gradient)
-    return float(replicas.max())

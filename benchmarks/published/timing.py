@@ -1,8 +1,7 @@
 """Modelled layers of one plan on several clusters: tiles are counted once, messages are timed for each cluster.
 
 The arithmetic is that of :func:`mindspeed_cp.simulate.simulator.simulate_plan`, as tests check. In addition, some ranks
-can represent others with equal work, since counting tiles takes long; links can differ from the queues of the cluster;
-and gradients of keys and values can travel in bf16.
+can represent others with equal work, since counting tiles takes long, and links can differ from the cluster's queues.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from mindspeed_cp import AttentionConfig
-from mindspeed_cp.cluster import Cluster, ComputeCost, LayerCost
+from mindspeed_cp.cluster import Cluster, ComputeCost
 from mindspeed_cp.plan import Plan
-from mindspeed_cp.plan.transfers import GRADIENT_BYTES, GRADIENTS, transfers
+from mindspeed_cp.plan.transfers import transfers
 from mindspeed_cp.simulate.link_queues import LinkQueues
 from mindspeed_cp.simulate.simulator import linear_times, simulate_direction, with_projections
-from mindspeed_cp.simulate.tile_work import TileCounter, TileWork, representative_ranks
+from mindspeed_cp.simulate.tile_work import TileCounter, TileWork
 
 DIRECTIONS = ("forward", "backward")
 
@@ -53,7 +52,6 @@ class Candidate:
         representative: see :class:`mindspeed_cp.simulate.tile_work.TileCounter`.
         links: makes the links of a cluster's nodes.
         counted: tiles by direction, as far as they were counted; several candidates with the same tiles may share it.
-        free_transfers: nothing is waited for: the time of an upper comparator.
     """
 
     label: str
@@ -61,7 +59,6 @@ class Candidate:
     representative: np.ndarray | None = None
     links: Callable[[Cluster, int], LinkQueues] = LinkQueues
     counted: dict[str, TileWork] = field(default_factory=dict, repr=False)
-    free_transfers: bool = False
 
     def tiles(self, direction: str) -> TileWork:
         """Return the tiles of the plan; those of both directions are counted at the first call."""
@@ -95,25 +92,22 @@ class Candidate:
         return float(busy.max())
 
 
-def layer(candidate: Candidate, cluster: Cluster, gradient: int = GRADIENT_BYTES) -> Layer:
+def layer(candidate: Candidate, cluster: Cluster) -> Layer:
     """Time one layer of a candidate.
 
     Args:
         candidate: a plan.
         cluster: where it runs.
-        gradient: bytes of one number of the gradients of keys and values that travel between steps.
     """
     plan = candidate.plan
     cluster = cluster.with_ranks(plan.topology.ranks_per_node)
     cost = ComputeCost(cluster, plan.attention)
-    if candidate.free_transfers:
-        return _layer_without_waits(candidate, cost)
     now, busy, exposed = np.zeros((3, plan.ranks))
     for name in DIRECTIONS:
         backward = name == "backward"
         linear = linear_times(plan, cost, backward)
         kernels = with_projections(candidate.tiles(name).seconds(cost, backward), linear, plan)
-        table = transfer_table(plan, name, cost, gradient)
+        table = transfers(plan, name, cost.layer.bytes_per_element, cost.layer.hidden_row_bytes)
         begin = now + linear.rest if backward else now
         steps, _ = simulate_direction(kernels, table, candidate.links(cluster, plan.topology.nodes), begin)
         busy += (steps[:, :, 1] - steps[:, :, 0]).sum(1) + linear.rest
@@ -122,20 +116,7 @@ def layer(candidate: Candidate, cluster: Cluster, gradient: int = GRADIENT_BYTES
     return Layer(float(now.max()), busy, exposed)
 
 
-def _layer_without_waits(candidate: Candidate, cost: ComputeCost) -> Layer:
-    """Time a layer in which each direction takes what its busiest rank computes."""
-    plan, total, busy = candidate.plan, 0.0, np.zeros(candidate.plan.ranks)
-    for name in DIRECTIONS:
-        backward = name == "backward"
-        work = candidate.tiles(name).seconds(cost, backward).sum(1) + linear_times(plan, cost, backward).total
-        busy += work
-        total += float(work.max())
-    return Layer(total, busy, np.zeros(plan.ranks))
-
-
-def fastest(
-    candidates: Sequence[Candidate], cluster: Cluster, gradient: int = GRADIENT_BYTES
-) -> tuple[Candidate, Layer]:
+def fastest(candidates: Sequence[Candidate], cluster: Cluster) -> tuple[Candidate, Layer]:
     """Return the candidate whose layer takes least, and that layer. Those whose busiest rank alone has more to do than
     the best one takes are not timed."""
     floors = [candidate.least(cluster.with_ranks(candidate.plan.topology.ranks_per_node)) for candidate in candidates]
@@ -143,63 +124,8 @@ def fastest(
     for number in np.argsort(floors, kind="stable").tolist():
         if best is not None and floors[number] >= best[1].total:
             break
-        candidate_layer = layer(candidates[number], cluster, gradient)
+        candidate_layer = layer(candidates[number], cluster)
         if best is None or candidate_layer.total < best[1].total:
             best = candidates[number], candidate_layer
     assert best is not None, "there is a candidate"
     return best
-
-
-#: Layers that are simulated one by one; in those after them ranks are as far apart as in the last of these.
-SIMULATED_LAYERS = 4
-
-
-def simulate_layers(
-    plan: Plan,
-    cluster: Cluster,
-    layers: int,
-    layer: LayerCost | None = None,
-    tiles: Callable[[str], TileWork] | None = None,
-    links: Callable[[Cluster, int], LinkQueues] = LinkQueues,
-    gradient: int = GRADIENT_BYTES,
-) -> float:
-    """Return the seconds of a micro-batch through several equal layers: forward through all, then backward through all.
-
-    Ranks begin a layer when they are done with the one before, so that differences between them add up or even out. Up
-    to four layers are simulated one by one; each one after these takes as long as the last one of them.
-
-    Args:
-        plan, cluster, layer: as for :func:`mindspeed_cp.simulate_plan`.
-        layers: layers of this pipeline stage.
-        tiles: tiles of the plan by direction; None: counted here.
-        links: makes the links of a cluster from its number of nodes.
-        gradient: bytes of one number of the gradients of keys and values that travel between steps.
-
-    Raises:
-        ConfigError: the cluster's nodes have too few ranks.
-    """
-    cluster = cluster.with_ranks(plan.topology.ranks_per_node)
-    cost = ComputeCost(cluster, plan.attention, layer)
-    tiles = TileCounter(plan, representative_ranks(plan)).work if tiles is None else tiles
-    now = np.zeros(plan.ranks)
-    for name, backward in (("forward", False), ("backward", True)):
-        linear = linear_times(plan, cost, backward)
-        kernels = with_projections(tiles(name).seconds(cost, backward), linear, plan)
-        table, queues = transfer_table(plan, name, cost, gradient), links(cluster, plan.topology.nodes)
-        for _ in range(min(layers, SIMULATED_LAYERS)):
-            before = now
-            begin = now + linear.rest if backward else now
-            now = simulate_direction(kernels, table, queues, begin)[0][:, -1, 2]
-            now = now if backward else now + linear.rest
-        step = float(now.max() - before.max())
-        now = now + step * max(layers - SIMULATED_LAYERS, 0)
-        queues.free_at += step * max(layers - SIMULATED_LAYERS, 0)
-    return float(now.max())
-
-
-def transfer_table(plan: Plan, direction: str, cost: ComputeCost, gradient: int = GRADIENT_BYTES) -> np.ndarray:
-    """Return the transfers of a direction, with gradients of `gradient` bytes per number."""
-    table = transfers(plan, direction, cost.layer.bytes_per_element, cost.layer.hidden_row_bytes)
-    if gradient != GRADIENT_BYTES:
-        table["bytes"][table["kind"] == GRADIENTS] *= gradient / GRADIENT_BYTES
-    return table

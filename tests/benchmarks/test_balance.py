@@ -1,27 +1,26 @@
-"""Documents of the benchmark of balance."""
+"""The benchmark of balance runs, on next to nothing."""
 
 from __future__ import annotations
 
-import numpy as np
+import sys
+
 import pytest
 
 from benchmarks import balance
-from benchmarks.balance import DRAWN, SETS, draw, draw_set
-from mindspeed_cp.data.packing import epoch_order
+from benchmarks.pool import WAYS
+
+SMALL = "--lengths lognormal --batches 1 --replicas 2 --micro-batches 1 --context 8192 --ranks 2 --pool-contexts 8192"
 
 
-def medians_of_halves(lengths: np.ndarray) -> tuple[float, float]:
-    """Return the median length of the documents that an epoch has first, and of the others."""
-    first, second = np.split(lengths[epoch_order(len(lengths), 0, 0)], 2)
-    return float(np.median(first)), float(np.median(second))
-
-
-@pytest.mark.parametrize("name", SETS)
-def test_the_order_of_packing_does_not_depend_on_lengths(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(balance, "real_lengths_folder", lambda name: None)
-    lengths, source = draw_set(name)
-    first, second = medians_of_halves(lengths)
-    assert source != "real lengths" and len(lengths) == DRAWN and 0.98 < first / second < 1.02
-    if name != "lognormal":  # bins are drawn by one number each: of the packer's stream, they come in its order
-        first, second = medians_of_halves(draw(name, DRAWN, np.random.default_rng(0))[0])
-        assert first < 0.6 * second
+def test_every_method_and_every_way_has_its_figure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["balance", *SMALL.split()])
+    balance.main()
+    replicas, _, pool = capsys.readouterr().out.partition("pool of")
+    for method in balance.methods(False):
+        (line,) = (line for line in replicas.splitlines() if line[16:36].strip() == method)
+        assert float(line.split()[-5]) >= 1, "slowest over mean"
+    (row,) = (line.split() for line in pool.splitlines() if line.startswith("    8192 lognormal"))
+    times = [float(cell) for cell in row[2 : 2 + 2 * len(WAYS) : 2]]
+    assert min(times) >= 1 and times[3] in times[1:3]

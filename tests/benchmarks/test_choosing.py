@@ -47,11 +47,7 @@ def test_all_rows_are_there(
     ("words", "said"),
     [
         (["--ranks", "12"], "12 ranks: valid for cluster a2: up to 8, or a multiple of these"),
-        (["--repeat", "0"], "--repeat is 0; valid: 1 or more"),
-        (["--problems", "-1"], "--problems is -1; valid: 0 or more"),
-        (["--batches", "4", "0"], "--batches has 0; valid: 1 or more"),
-        (["--lengths", "novels"], "lengths 'novels': no such distribution"),
-        (["--json", "none/x.json"], "there is no folder"),
+        (["--batches", "4", "0"], "--batches: 0; valid: a whole number from 1"),
     ],
 )
 def test_bad_options_are_told(

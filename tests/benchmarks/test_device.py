@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
-from benchmarks import engine, engine_bytes, host, kernels, virtual_ranks
-from mindspeed_cp import AttentionConfig, Documents
+from benchmarks import engine, engine_bytes, host, kernels
+from mindspeed_cp import AttentionConfig
 from mindspeed_cp.comm import GroupTransport
 from mindspeed_cp.ops.attention.cpu.backend import CpuAttention
-from tests.plan.parts import mixed_plan
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--heads", "2", "--kv-heads", "2", "--dim", "16", "--repeat", "1"]
 
 
@@ -43,20 +40,6 @@ def test_virtual_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert all(len(row["rank_ms"]) == 2 and row["efficiency"] > 0 for row in report[title])
 
 
-def test_virtual_ranks_of_a_plan_in_parts() -> None:
-    """Every query is computed, in the documents of its part."""
-    attention = AttentionConfig(4, 4, 16)
-    plan = mixed_plan(Documents([300, 7, 900, 40, 120]), 4, attention)
-    assert len(plan.parts_or_self) > 1
-    inputs = [torch.randn(plan.documents.tokens, 4, 16) for _ in range(4)]
-    works = [virtual_ranks.RankWork(plan, rank, CpuAttention(), inputs) for rank in range(4)]
-    for work in works:
-        work.both()
-    results = [part.rank.result() for work in works for part in work.parts]
-    assert sum(lse.numel() for _, lse in results) == plan.documents.tokens * attention.heads
-    assert all(bool(torch.isfinite(lse).all()) for _, lse in results)
-
-
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_the_engines_host_time(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine runs, with every message of its plan; no kernel does."""
@@ -73,41 +56,25 @@ def test_the_engines_host_time(ranks: int, monkeypatch: pytest.MonkeyPatch) -> N
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-@pytest.mark.parametrize(
-    "program",
-    [
-        "kernels",
-        pytest.param("kernels --only copies", marks=pytest.mark.thorough),
-        "engine --device cuda",
-        pytest.param("engine --device cuda --virtual-ranks 8", marks=pytest.mark.thorough),
-    ],
-)
-def test_no_gpu_is_one_line(program: str) -> None:
-    command = [sys.executable, "-m", *f"benchmarks.{program}".split()]
-    done = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True
-    )
-    assert done.returncode == 2 and done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    assert "error: --device cuda: " in line
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("program", "words", "says"),
     [
-        (["--virtual-ranks", "3"], "--virtual-ranks is 3; valid: a divisor of --heads 32"),
-        (["--device", "cuda"], "only together with --virtual-ranks"),
-        (["--virtual-ranks", "2", "--lengths", "nowhere"], "unknown length set"),
+        (engine, "--virtual-ranks 3", "--virtual-ranks is 3; valid: a divisor of --heads 32"),
+        (engine, "--device cuda", "only together with --virtual-ranks"),
+        (engine, "--virtual-ranks 2 --lengths nowhere", "unknown length set"),
+        pytest.param(engine, "--device cuda --virtual-ranks 8", "--device cuda: no CUDA device", marks=NO_GPU),
+        pytest.param(kernels, "", "--device cuda: no CUDA device", marks=NO_GPU),
     ],
 )
-def test_bad_arguments(
-    arguments: list[str], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_bad_arguments_are_one_line(
+    program: ModuleType, words: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["engine", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        engine.main()
-    assert ended.value.code == 2
+    monkeypatch.setattr(sys, "argv", ["benchmark", *words.split()])
+    with pytest.raises(SystemExit, match="2"):
+        program.main()
     (line,) = capsys.readouterr().err.splitlines()
     assert says in line
 

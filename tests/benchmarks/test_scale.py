@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import scale
 from benchmarks.data import HEADS
-from benchmarks.scale import Problem, in_new_process, main, plan_batches
+from benchmarks.scale import Problem, main, plan_batches
 from mindspeed_cp import Documents, Topology, build_plan
 from mindspeed_cp.algorithms.hierarchical import choose_placement
 from mindspeed_cp.cluster.cluster import cluster_of
@@ -43,11 +43,3 @@ def test_the_fraction_is_that_of_the_default_plan() -> None:
     plan = build_plan(documents, topology, HEADS["mha"], "hierarchical")
     bound = choose_placement(documents, documents, topology, HEADS["mha"]).bound
     assert batch.documents == 4 and batch.fraction == bound / simulate_plan(plan, cluster_of(topology)).total
-
-
-def test_batches_are_planned_in_a_new_process() -> None:
-    problem = Problem(LENGTHS, HEADS["gqa8"], Topology(1, 2, "a2"), True)
-    own, forked = plan_batches(problem), in_new_process(problem)
-    assert [batch.fraction for batch in own] == [batch.fraction for batch in forked]
-    if Path("/proc/self/clear_refs").exists():
-        assert all(batch.megabytes is not None and 0 <= batch.megabytes < 1000 for batch in forked)

@@ -21,7 +21,7 @@ def faults(wanted: dict[str, int]) -> dict[str, str]:
     """Give so many inputs of each kind to their readers, in a process with limits; return what is wrong."""
     words = [word for name, count in wanted.items() for word in (name, "0", str(count))]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.fuzz.contract", *words], capture_output=True, text=True, cwd=ROOT, timeout=HANG,
+        [sys.executable, "-m", "tests.fuzz.fuzzers", *words], capture_output=True, text=True, cwd=ROOT, timeout=HANG,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

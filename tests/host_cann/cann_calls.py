@@ -10,9 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from math import prod
 from typing import Any, NamedTuple
 
 UNLIMITED = 2**31 - 1  # default of pre_tokens and next_tokens
+
+
+WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2}  # of types with more than one byte, in masks and slopes
 
 
 class Shaped(NamedTuple):
@@ -27,6 +31,11 @@ def shaped(x: Any) -> Shaped | None:
     if x is None or isinstance(x, Shaped):
         return x
     return Shaped(tuple(x.shape), str(x.dtype).removeprefix("torch."))
+
+
+def bytes_of(x: Shaped | None) -> int:
+    """Bytes of a tensor; 0 for None."""
+    return 0 if x is None else prod(x.shape) * WIDTHS.get(x.dtype, 1)
 
 
 class Sizes(NamedTuple):
@@ -78,6 +87,26 @@ class AttentionCall:
     attention_in: Shaped | None = None
 
     @property
+    def operator(self) -> str:
+        """Name of the operator."""
+        return "fused_attention_grad" if self.gradient else "fused_attention"
+
+    @property
+    def mask_bytes(self) -> int:
+        """Bytes of the mask."""
+        return bytes_of(self.atten_mask)
+
+    @property
+    def pse_bytes(self) -> int:
+        """Bytes of the slopes."""
+        return bytes_of(self.pse)
+
+    @property
+    def drop_bytes(self) -> int:
+        """Bytes of the dropout mask."""
+        return bytes_of(self.drop_mask)
+
+    @property
     def packed(self) -> bool:
         """Sequences of different lengths."""
         return self.layout == "TND"
@@ -108,6 +137,7 @@ class UpdateCall:
 
     prev: tuple[Shaped, Shaped, Shaped]
     cur: tuple[Shaped, Shaped, Shaped]
+    operator = "ring_attention_update"
 
 
 class Item(NamedTuple):

@@ -2,12 +2,13 @@
 
 The files are those of CANN's public repositories (gitcode.com/cann; GitHub has mirrors: cannmirror/ops-transformer at
 05c401f of December 2025, hicann/hccl at 09300b7 of August 2026, Ascend/op-plugin at 517f2e7 of August 2026), the documents those of
-hiascend.com and of the repositories. They were read, and nothing of them is in here.
+hiascend.com and of the repositories. They were read, and nothing of them is in here. What a document alone says (a source that ends
+in `.md`, and the page of HcclBatchSendRecv) CANN's code may not check, and other releases may have other rules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,12 +32,12 @@ SOURCES = {
     "HcclBatchSendRecv, CANN 8.0 to 8.5": "hiascend.com, canncommercial/800 and CANNCommunityEdition/850alpha002, hcclcpp_07_0033",
 }  # fmt: skip
 
-#: What CANN does with a call that breaks a rule: it returns an error, or it takes the call and what comes out is not defined.
-REFUSED, UNDEFINED = "refused", "undefined"
+#: What is wrong with a call; None: nothing.
+Broken = Callable[[Any], str | None]
 
 
 class Refused(Exception):
-    """CANN forbids this call, or the stand-in does not model it; the text says which."""
+    """CANN forbids this call or leaves its result undefined, or the stand-in does not model it; the text says which."""
 
 
 def need(condition: bool, text: str) -> None:
@@ -46,41 +47,22 @@ def need(condition: bool, text: str) -> None:
 
 
 @dataclass(frozen=True)
-class Rule:
-    """A rule of one of CANN's operators.
+class Breach:
+    """A rule that a call breaks.
 
     Attributes:
-        name: of the rule, in errors, tests and the table of tests/host_cann/rules.md.
-        text: the rule in one sentence.
+        rule: its name.
         source: one of SOURCES and, after a colon, the function there.
-        effect: REFUSED or UNDEFINED.
-        kept: how the package keeps it.
-        broken: what is wrong with a call, None where nothing is.
+        detail: what is wrong with the call.
     """
 
-    name: str
-    text: str
+    rule: str
     source: str
-    effect: str
-    kept: str
-    broken: Callable[[Any], str | None]
-
-    @property
-    def file(self) -> str:
-        """Name of the source."""
-        return self.source.partition(": ")[0]
-
-
-@dataclass(frozen=True)
-class Breach:
-    """A rule that a call breaks, and what is wrong with the call."""
-
-    rule: Rule
     detail: str
 
     def __str__(self) -> str:
-        path = SOURCES[self.rule.file]
-        return f"{self.detail} (rule {self.rule.name}; {path}{' ' * (not path.endswith('/'))}{self.rule.source})"
+        path = SOURCES[self.source.partition(": ")[0]]
+        return f"{self.detail} (rule {self.rule}; {path}{' ' * (not path.endswith('/'))}{self.source})"
 
 
 class Rules:
@@ -88,30 +70,34 @@ class Rules:
     which take the earlier ones for granted, are left out."""
 
     def __init__(self) -> None:
-        self.groups: list[list[Rule]] = []
+        self.groups: list[dict[str, tuple[str, Broken]]] = []
 
     def group(self) -> None:
         """Begin a group."""
-        self.groups.append([])
+        self.groups.append({})
 
-    def add(
-        self, name: str, text: str, source: str, kept: str, effect: str = REFUSED
-    ) -> Callable[[Callable[[Any], str | None]], Callable[[Any], str | None]]:
-        """Decorate the function that says what is wrong with a call."""
+    def add(self, source: str) -> Callable[[Broken], Broken]:
+        """Decorate the function that says what is wrong with a call: it has the rule's name and, as its docstring, the
+        rule."""
 
-        def register(broken: Callable[[Any], str | None]) -> Callable[[Any], str | None]:
-            self.groups[-1].append(Rule(name, text, source, effect, kept, broken))
+        def register(broken: Broken) -> Broken:
+            self.groups[-1][broken.__name__.replace("_", "-")] = source, broken
             return broken
 
         return register
 
-    def __iter__(self) -> Any:
-        return (rule for group in self.groups for rule in group)
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        """Name and source of each rule."""
+        return ((name, source) for group in self.groups for name, (source, _) in group.items())
 
     def breaches(self, call: Any) -> list[Breach]:
         """The rules of the first group of which the call breaks one."""
         for group in self.groups:
-            out = [Breach(rule, detail) for rule in group if (detail := rule.broken(call)) is not None]
+            out = [
+                Breach(name, source, detail)
+                for name, (source, broken) in group.items()
+                if (detail := broken(call)) is not None
+            ]
             if out:
                 return out
         return []

@@ -8,7 +8,7 @@ what else CANN offers (other layouts, sparse modes with prefixes or an outer ban
 from __future__ import annotations
 
 from tests.host_cann.cann_calls import AttentionCall, Shaped, UpdateCall
-from tests.host_cann.cann_rule import UNDEFINED, Rules
+from tests.host_cann.cann_rule import Rules
 
 #: Layout -> sparse modes without a mask, and with one.
 MODES = {"TND": ((0,), (3, 4)), "BSND": ((0,), (1,))}
@@ -18,13 +18,6 @@ MOST_BATCH = 2_000_000
 MAX_SEQUENCES = 2048  # in TND
 MAX_HEADS = 256
 MOST_DIM = 768  # 512 in older releases of CANN
-
-FORM = "the calls have layout TND or BSND, whose tensors have heads as a dimension of their own"
-LIMITS = "`check_npu_limits`, when settings are read, and the backend's `check`"
-ENDS = "`_keys_with_gaps` and `_call` make both lists of one set of blocks"
-WINDOWS = "a row that sees no key of a tile is in no call"
-MASKS = "`compressed_mask`, 2048 x 2048, and `DeviceCall.mask` of a call's own rows and keys"
-SLOPES = "ALiBi goes as pse_type 2 with fp32 slopes [N]"
 
 
 def modelled(call: AttentionCall) -> str | None:
@@ -57,33 +50,27 @@ attention_rules = Rules()
 attention_rules.group()
 
 
-@attention_rules.add(
-    "dtype", "query, key and value share one type of fp16, bf16 and fp32.",
-    "aclnn_flash_attention_score.cpp: InputDtypeCheck", "the backend's `check` of the type",
-)  # fmt: skip
+@attention_rules.add("aclnn_flash_attention_score.cpp: InputDtypeCheck")
 def dtype(call: AttentionCall) -> str | None:
+    """query, key and value share one type of fp16, bf16 and fp32."""
     types = [x.dtype for x in (call.query, call.key, call.value)]
     if types[0] in TYPES and len(set(types)) == 1:
         return None
     return f"query, key and value must share one type of float16, bfloat16, float32; got {', '.join(types)}"
 
 
-@attention_rules.add(
-    "heads", "There are at most 256 query heads.",
-    "aclnnFlashAttentionScoreV2.md: constraints", LIMITS, UNDEFINED,
-)  # fmt: skip
+@attention_rules.add("aclnnFlashAttentionScoreV2.md: constraints")
 def heads(call: AttentionCall) -> str | None:
+    """There are at most 256 query heads."""
     return None if call.head_num <= MAX_HEADS else f"head_num is {call.head_num}; valid: 1 to {MAX_HEADS}"
 
 
 attention_rules.group()
 
 
-@attention_rules.add(
-    "dimensions", "query, key and value have as many dimensions as the layout has letters.",
-    "flash_attention_score_tiling_general.cpp: AnalyzeLayout", FORM,
-)  # fmt: skip
+@attention_rules.add("flash_attention_score_tiling_general.cpp: AnalyzeLayout")
 def dimensions(call: AttentionCall) -> str | None:
+    """query, key and value have as many dimensions as the layout has letters."""
     if all(len(x.shape) == len(call.layout) for x in (call.query, call.key, call.value)):
         return None
     return f"{call.layout} takes tensors of {len(call.layout)} dimensions"
@@ -92,20 +79,16 @@ def dimensions(call: AttentionCall) -> str | None:
 attention_rules.group()
 
 
-@attention_rules.add(
-    "head-count", "head_num is the number of query's heads.",
-    "flash_attention_score_tiling_general.cpp: Analyze3DimLayout, Analyze4DimLayout", "`_operator_arguments`",
-)  # fmt: skip
+@attention_rules.add("flash_attention_score_tiling_general.cpp: Analyze3DimLayout, Analyze4DimLayout")
 def head_count(call: AttentionCall) -> str | None:
+    """head_num is the number of query's heads."""
     heads = call.query.shape[-2]
     return None if heads == call.head_num else f"head_num is {call.head_num}, query has {heads} heads"
 
 
-@attention_rules.add(
-    "rows", "S, and T in TND, are 1 to 1M; a batch has at most 2M entries.",
-    "aclnnFlashAttentionScoreV2.md: constraints", "`CallLimits.max_rows`; a tile that cannot be split is a ConfigError", UNDEFINED,
-)  # fmt: skip
+@attention_rules.add("aclnnFlashAttentionScoreV2.md: constraints")
 def rows(call: AttentionCall) -> str | None:
+    """S, and T in TND, are 1 to 1M; a batch has at most 2M entries."""
     counts = [x.shape[0 if call.packed else 1] for x in (call.query, call.key)]
     if not call.packed and not 1 <= call.query.shape[0] <= MOST_BATCH:
         return f"batch size {call.query.shape[0]}; valid: 1 to {MOST_BATCH}"
@@ -117,49 +100,39 @@ def rows(call: AttentionCall) -> str | None:
 attention_rules.group()
 
 
-@attention_rules.add(
-    "group", "The number of query heads is a multiple of that of key heads.",
-    "flash_attention_score_tiling_general.cpp: AnalyzeLayout", "`uniform_head_groups`",
-)  # fmt: skip
+@attention_rules.add("flash_attention_score_tiling_general.cpp: AnalyzeLayout")
 def group(call: AttentionCall) -> str | None:
+    """The number of query heads is a multiple of that of key heads."""
     n, kv = call.sizes.heads, call.sizes.kv_heads
     return None if kv > 0 and n % kv == 0 else f"query heads {n} are no multiple of key heads {kv}"
 
 
-@attention_rules.add(
-    "key-value", "key and value have the same shape but for D.",
-    "flash_attention_score_grad_tiling_common.cpp: IsSameShapeButValueDLeEqD", "both are rows of one slot",
-)  # fmt: skip
+@attention_rules.add("flash_attention_score_grad_tiling_common.cpp: IsSameShapeButValueDLeEqD")
 def key_value(call: AttentionCall) -> str | None:
+    """key and value have the same shape but for D."""
     if call.key.shape[:-1] == call.value.shape[:-1]:
         return None
     return f"key has shape {list(call.key.shape)}, value {list(call.value.shape)}"
 
 
-@attention_rules.add(
-    "batch", "query and key have the same batch size.",
-    "flash_attention_score_tiling.cpp: CheckParams", "both have it from one call",
-)  # fmt: skip
+@attention_rules.add("flash_attention_score_tiling.cpp: CheckParams")
 def batch(call: AttentionCall) -> str | None:
+    """query and key have the same batch size."""
     if call.packed or call.query.shape[0] == call.key.shape[0]:
         return None
     return "query, key and value have different batch sizes"
 
 
-@attention_rules.add(
-    "width", "Head sizes are Dq == Dk >= Dv >= 1.",
-    "aclnn_flash_attention_score.cpp: AnalysisAxis", "`_pad_head_dims` pads queries and keys to the width of values",
-)  # fmt: skip
+@attention_rules.add("aclnn_flash_attention_score.cpp: AnalysisAxis")
 def width(call: AttentionCall) -> str | None:
+    """Head sizes are Dq == Dk >= Dv >= 1."""
     d, dk, dv = call.sizes.d, call.sizes.dk, call.sizes.dv
     return None if d == dk >= dv >= 1 else f"head sizes must be Dq == Dk >= Dv; got {d}, {dk}, {dv}"
 
 
-@attention_rules.add(
-    "widest", "D is at most 768 (512 in older releases).",
-    "aclnn_flash_attention_score.cpp: AnalysisInput", LIMITS,
-)  # fmt: skip
+@attention_rules.add("aclnn_flash_attention_score.cpp: AnalysisInput")
 def widest(call: AttentionCall) -> str | None:
+    """D is at most 768 (512 in older releases)."""
     d = call.sizes.d
     return None if d <= MOST_DIM else f"head size {d}; valid: 1 to {MOST_DIM}"
 
@@ -167,11 +140,9 @@ def widest(call: AttentionCall) -> str | None:
 attention_rules.group()
 
 
-@attention_rules.add(
-    "tokens-32-bits", "pre_tokens and next_tokens fit in 32 bits: the gradient's tiling reads so many.",
-    "flash_attention_score_grad_tiling_s1s2_bn2.cpp: GetShapeAttrsInfo", "no limit is 2^31 - 1, the default", UNDEFINED,
-)  # fmt: skip
+@attention_rules.add("flash_attention_score_grad_tiling_s1s2_bn2.cpp: GetShapeAttrsInfo")
 def tokens_32_bits(call: AttentionCall) -> str | None:
+    """pre_tokens and next_tokens fit in 32 bits: the gradient's tiling reads so many."""
     for name, tokens in (("pre_tokens", call.pre_tokens), ("next_tokens", call.next_tokens)):
         if not -(2**31) <= tokens < 2**31:
             return f"{name} is {tokens}; valid: a number of 32 bits"
@@ -183,11 +154,9 @@ def tokens_32_bits(call: AttentionCall) -> str | None:
 attention_rules.group()
 
 
-@attention_rules.add(
-    "lengths", "TND has actual_seq_qlen and actual_seq_kvlen, equally long and not empty.",
-    "flash_attention_score_tiling_general.cpp: Analyze3DimLayout", ENDS,
-)  # fmt: skip
+@attention_rules.add("flash_attention_score_tiling_general.cpp: Analyze3DimLayout")
 def lengths(call: AttentionCall) -> str | None:
+    """TND has actual_seq_qlen and actual_seq_kvlen, equally long and not empty."""
     if not call.packed or (call.ends_q and call.ends_k and len(call.ends_q) == len(call.ends_k)):
         return None
     return "TND: actual_seq_qlen and actual_seq_kvlen must have the same length and not be empty"
@@ -196,11 +165,9 @@ def lengths(call: AttentionCall) -> str | None:
 attention_rules.group()
 
 
-@attention_rules.add(
-    "cumulative", "Both lists are cumulative ends without a leading 0 of their own. (Zeros at their end, which take no part, are not modelled.)",
-    "flash_attention_score_tiling_general.cpp: GetActualSeqLenData", ENDS, UNDEFINED,
-)  # fmt: skip
+@attention_rules.add("flash_attention_score_tiling_general.cpp: GetActualSeqLenData")
 def cumulative(call: AttentionCall) -> str | None:
+    """Both lists are cumulative ends without a leading 0. (Zeros at their end, which take no part, are not modelled.)"""
     if not call.packed:
         return None
     for name, ends in (("qlen", call.ends_q or ()), ("kvlen", call.ends_k or ())):
@@ -209,11 +176,9 @@ def cumulative(call: AttentionCall) -> str | None:
     return None
 
 
-@attention_rules.add(
-    "total", "No list ends behind the last row.",
-    "flash_attention_score_tiling_general.cpp: Analyze3DimLayout", ENDS,
-)  # fmt: skip
+@attention_rules.add("flash_attention_score_tiling_general.cpp: Analyze3DimLayout")
 def total(call: AttentionCall) -> str | None:
+    """No list ends behind the last row."""
     if not call.packed:
         return None
     for name, ends, x in (("qlen", call.ends_q, call.query), ("kvlen", call.ends_k, call.key)):
@@ -222,11 +187,9 @@ def total(call: AttentionCall) -> str | None:
     return None
 
 
-@attention_rules.add(
-    "sequences", "TND has at most 2K sequences. (Later texts allow 20,000.)",
-    "aclnnFlashAttentionVarLenScoreV2.md: constraints", "`CallLimits.max_sequences`", UNDEFINED,
-)  # fmt: skip
+@attention_rules.add("aclnnFlashAttentionVarLenScoreV2.md: constraints")
 def sequences(call: AttentionCall) -> str | None:
+    """TND has at most 2K sequences. (Later texts allow 20,000.)"""
     if not call.packed or len(call.ends_q or ()) <= MAX_SEQUENCES:
         return None
     return f"TND: {len(call.ends_q or ())} sequences; at most {MAX_SEQUENCES}"
@@ -235,33 +198,27 @@ def sequences(call: AttentionCall) -> str | None:
 attention_rules.group()
 
 
-@attention_rules.add(
-    "queries-without-keys", "A sequence of TND that has queries has keys: no row may have every key masked.",
-    "aclnnFlashAttentionVarLenScoreV2.md: constraints", "a tile has both", UNDEFINED,
-)  # fmt: skip
+@attention_rules.add("aclnnFlashAttentionVarLenScoreV2.md: constraints")
 def queries_without_keys(call: AttentionCall) -> str | None:
+    """A sequence of TND that has queries has keys: no row may have every key masked."""
     for index, (sq, sk) in enumerate(call.sequences if call.packed else ()):
         if sq and not sk:
             return f"TND: sequence {index} has {sq} queries but no keys"
     return None
 
 
-@attention_rules.add(
-    "right-down", "TND, mode 3: every sequence has Sq <= Skv.",
-    "flash_attention_score_tiling_general.cpp: CheckPretokenAndNexttoken", "a causal tile has as many keys as queries at least",
-)  # fmt: skip
+@attention_rules.add("flash_attention_score_tiling_general.cpp: CheckPretokenAndNexttoken")
 def right_down(call: AttentionCall) -> str | None:
+    """TND, mode 3: every sequence has Sq <= Skv."""
     longer = [(i, sizes) for i, sizes in enumerate(call.sequences) if sizes[0] > sizes[1]]
     if call.sparse_mode != 3 or not longer:
         return None
     return f"sparse_mode 3 needs Sq <= Skv; sequences {[i for i, _ in longer[:4]]} have {[x for _, x in longer[:4]]}"
 
 
-@attention_rules.add(
-    "band-tokens", "TND, mode 4: pre_tokens >= 0 and pre_tokens + next_tokens >= 0.",
-    "flash_attention_score_tiling_general.cpp: CheckPretokenAndNexttoken", "`_diagonals`: the band of a window meets every row",
-)  # fmt: skip
+@attention_rules.add("flash_attention_score_tiling_general.cpp: CheckPretokenAndNexttoken")
 def band_tokens(call: AttentionCall) -> str | None:
+    """TND, mode 4: pre_tokens >= 0 and pre_tokens + next_tokens >= 0."""
     if call.sparse_mode != 4 or call.gradient:
         return None
     if call.pre_tokens >= 0 and call.pre_tokens + call.next_tokens >= 0:
@@ -269,24 +226,19 @@ def band_tokens(call: AttentionCall) -> str | None:
     return f"pre_tokens {call.pre_tokens} and next_tokens {call.next_tokens} must overlap, and pre_tokens be 0 at least"
 
 
-@attention_rules.add(
-    "band-rows", "TND, mode 4: Sq - next_tokens <= Skv in every sequence that has both.",
-    "flash_attention_score_tiling_general.cpp: CheckPretokenAndNexttoken", WINDOWS,
-)  # fmt: skip
+@attention_rules.add("flash_attention_score_tiling_general.cpp: CheckPretokenAndNexttoken")
 def band_rows(call: AttentionCall) -> str | None:
+    """TND, mode 4: Sq - next_tokens <= Skv in every sequence that has both."""
     for index, (sq, sk) in enumerate(call.sequences):
         if call.sparse_mode == 4 and sq and sk and sq - call.next_tokens > sk:
             return f"TND: a row of sequence {index} has every key masked: Sq {sq}, Skv {sk}, next_tokens {call.next_tokens}"
     return None
 
 
-@attention_rules.add(
-    "band-gradient", "TND, mode 4, gradient: pre_tokens + next_tokens > 0; -pre_tokens <= Sq and -next_tokens <= Skv, "
-    "also where a sequence has no queries.",
-    "flash_attention_score_grad_tiling_s1s2_bn2gs1s2.cpp: ProcessTokensInfo",
-    "a window of one key has a mask in BSND (`NpuAttention.lower_forward`); no band has negative next_tokens (`plain_blocks`)",
-)  # fmt: skip
+@attention_rules.add("flash_attention_score_grad_tiling_s1s2_bn2gs1s2.cpp: ProcessTokensInfo")
 def band_gradient(call: AttentionCall) -> str | None:
+    """TND, mode 4, gradient: pre_tokens + next_tokens > 0; -pre_tokens <= Sq and -next_tokens <= Skv, also where a
+    sequence has no queries."""
     if not call.gradient or call.sparse_mode != 4:
         return None
     pre, after = call.pre_tokens, call.next_tokens
@@ -305,21 +257,17 @@ def band_gradient(call: AttentionCall) -> str | None:
 attention_rules.group()
 
 
-@attention_rules.add(
-    "drop-mask", "With keep_prob below 1 the gradient needs the dropout mask; without it the forward drops nothing.",
-    "flash_attention_score_grad_tiling_s1s2_bn2gs1s2.cpp: ProcessDropInfo", "torch-npu makes it of seed, offset and numels",
-)  # fmt: skip
+@attention_rules.add("flash_attention_score_grad_tiling_s1s2_bn2gs1s2.cpp: ProcessDropInfo")
 def drop_mask(call: AttentionCall) -> str | None:
+    """With keep_prob below 1 the gradient needs the dropout mask; without it the forward drops nothing."""
     if call.keep_prob == 1 or call.drop_mask is not None:
         return None
     return f"keep_prob {call.keep_prob} needs the dropout mask (drop_mask)"
 
 
-@attention_rules.add(
-    "drop-mask-bits", "The dropout mask is uint8 with a bit for each weight: N times the sum of Sq x Skv.",
-    "flash_attention_score_tiling_general.cpp: AnalyzeOptionalInput", "torch-npu makes it of seed, offset and numels",
-)  # fmt: skip
+@attention_rules.add("flash_attention_score_tiling_general.cpp: AnalyzeOptionalInput")
 def drop_mask_bits(call: AttentionCall) -> str | None:
+    """The dropout mask is uint8 with a bit for each weight: N times the sum of Sq x Skv."""
     if call.drop_mask is None:
         return None
     bits = call.sizes.heads * sum(sq * sk for sq, sk in call.sequences)
@@ -332,22 +280,18 @@ def drop_mask_bits(call: AttentionCall) -> str | None:
     )
 
 
-@attention_rules.add(
-    "statistics", "The gradient gets softmax_max, softmax_sum and attention_in.",
-    "flash_attention_score_grad_tiling_common.cpp: CheckSoftmaxDtype, CheckAttentionInDtype", "`_backward_call`",
-)  # fmt: skip
+@attention_rules.add("flash_attention_score_grad_tiling_common.cpp: CheckSoftmaxDtype, CheckAttentionInDtype")
 def statistics(call: AttentionCall) -> str | None:
+    """The gradient gets softmax_max, softmax_sum and attention_in."""
     for name in ("softmax_max", "softmax_sum", "attention_in"):
         if call.gradient and getattr(call, name) is None:
             return f"the gradient needs {name}"
     return None
 
 
-@attention_rules.add(
-    "statistics-shape", "The gradient's statistics are fp32 of shape [B, N, S, 8], in TND [T, N, 8].",
-    "flash_attention_score_grad_tiling_common.cpp: CheckShapeValid, CheckTndShapeValid", "`StatisticsOrder.from_rows`",
-)  # fmt: skip
+@attention_rules.add("flash_attention_score_grad_tiling_common.cpp: CheckShapeValid, CheckTndShapeValid")
 def statistics_shape(call: AttentionCall) -> str | None:
+    """The gradient's statistics are fp32 of shape [B, N, S, 8], in TND [T, N, 8]."""
     if not call.gradient:
         return None
     s = call.sizes
@@ -361,11 +305,9 @@ def statistics_shape(call: AttentionCall) -> str | None:
     return None
 
 
-@attention_rules.add(
-    "output-gradient", "The gradient's dy and attention_in have query's type, and its shape but for D.",
-    "flash_attention_score_grad_tiling_common.cpp: CheckAttentionInShape, IsSameShapeButValueDLeEqD", "`_operator_rows`",
-)  # fmt: skip
+@attention_rules.add("flash_attention_score_grad_tiling_common.cpp: CheckAttentionInShape, IsSameShapeButValueDLeEqD")
 def output_gradient(call: AttentionCall) -> str | None:
+    """The gradient's dy and attention_in have query's type, and its shape but for D."""
     if not call.gradient:
         return None
     wanted = (*call.query.shape[:-1], call.sizes.dv)
@@ -383,21 +325,17 @@ def output_gradient(call: AttentionCall) -> str | None:
 attention_rules.group()
 
 
-@attention_rules.add(
-    "mask-dtype", "The mask is bool or uint8.",
-    "flash_attention_score_tiling_general.cpp: AnalyzeOptionalInput", MASKS,
-)  # fmt: skip
+@attention_rules.add("flash_attention_score_tiling_general.cpp: AnalyzeOptionalInput")
 def mask_dtype(call: AttentionCall) -> str | None:
+    """The mask is bool or uint8."""
     if call.atten_mask is None or call.atten_mask.dtype in ("bool", "uint8"):
         return None
     return f"atten_mask must be bool or uint8, is {call.atten_mask.dtype}"
 
 
-@attention_rules.add(
-    "mask-shape", "A compressed mask is 2048 x 2048, a full one [Sq, Skv].",
-    "flash_attention_score_tiling_general.cpp: AnalyzeOptionalInput", MASKS,
-)  # fmt: skip
+@attention_rules.add("flash_attention_score_tiling_general.cpp: AnalyzeOptionalInput")
 def mask_shape(call: AttentionCall) -> str | None:
+    """A compressed mask is 2048 x 2048, a full one [Sq, Skv]."""
     if call.atten_mask is None:
         return None
     valid = (2048, 2048) if call.packed else (call.sizes.s1, call.sizes.s2)
@@ -409,31 +347,25 @@ def mask_shape(call: AttentionCall) -> str | None:
 attention_rules.group()
 
 
-@attention_rules.add(
-    "slopes-shape", "Slopes are [N] (or [B, N], which is not modelled).",
-    "flash_attention_score_grad_tiling_s1s2_bn2gs1s2.cpp: ProcessPseInfo", SLOPES,
-)  # fmt: skip
+@attention_rules.add("flash_attention_score_grad_tiling_s1s2_bn2gs1s2.cpp: ProcessPseInfo")
 def slopes_shape(call: AttentionCall) -> str | None:
+    """Slopes are [N] (or [B, N], which is not modelled)."""
     if call.pse is None or call.pse.shape == (call.sizes.heads,):
         return None
     return f"slopes have shape {list(call.pse.shape)}; valid: {[call.sizes.heads]}"
 
 
-@attention_rules.add(
-    "pse-empty", "TND takes no pse where a sequence has no queries.",
-    "aclnnFlashAttentionVarLenScoreV2.md: constraints", "under ALiBi keys are copied, not skipped (`_call`)", UNDEFINED,
-)  # fmt: skip
+@attention_rules.add("aclnnFlashAttentionVarLenScoreV2.md: constraints")
 def pse_empty(call: AttentionCall) -> str | None:
+    """TND takes no pse where a sequence has no queries."""
     if call.pse is None or not call.packed or all(sq for sq, _ in call.sequences):
         return None
     return "TND: no pse where a sequence has length 0"
 
 
-@attention_rules.add(
-    "slopes-square", "pse_type 2 needs Sq == Skv (in TND the document alone says so).",
-    "flash_attention_score_tiling_general.cpp: SetPseAlibiParams", "`alibi_blocks` cuts tiles into squares",
-)  # fmt: skip
+@attention_rules.add("flash_attention_score_tiling_general.cpp: SetPseAlibiParams")
 def slopes_square(call: AttentionCall) -> str | None:
+    """pse_type 2 needs Sq == Skv (in TND the document alone says so)."""
     uneven = [(i, sizes) for i, sizes in enumerate(call.sequences) if sizes[0] != sizes[1]]
     if call.pse is None or not uneven:
         return None
@@ -446,31 +378,25 @@ update_rules = Rules()
 update_rules.group()
 
 
-@update_rules.add(
-    "update-dtype", "Both outputs share one type of fp16, bf16 and fp32.",
-    "aclnn_ring_attention_update.cpp: data types", "both are made fp32",
-)  # fmt: skip
+@update_rules.add("aclnn_ring_attention_update.cpp: data types")
 def update_dtype(call: UpdateCall) -> str | None:
+    """Both outputs share one type of fp16, bf16 and fp32."""
     if call.prev[0].dtype in TYPES and call.cur[0].dtype == call.prev[0].dtype:
         return None
     return "both outputs must share one type of float16, bfloat16, float32"
 
 
-@update_rules.add(
-    "update-statistics-dtype", "Statistics are fp32.",
-    "aclnn_ring_attention_update.cpp: data types", "lse is fp32",
-)  # fmt: skip
+@update_rules.add("aclnn_ring_attention_update.cpp: data types")
 def update_statistics_dtype(call: UpdateCall) -> str | None:
+    """Statistics are fp32."""
     if all(x.dtype == "float32" for x in (*call.prev[1:], *call.cur[1:])):
         return None
     return "softmax statistics must be float32"
 
 
-@update_rules.add(
-    "update-shape", "Both outputs have one shape of three dimensions, none of them 0.",
-    "ring_attention_update_tiling.cpp: RingAttentionUpdateCheckShape", "a call has rows",
-)  # fmt: skip
+@update_rules.add("ring_attention_update_tiling.cpp: RingAttentionUpdateCheckShape")
 def update_shape(call: UpdateCall) -> str | None:
+    """Both outputs have one shape of three dimensions, none of them 0."""
     shapes = [x.shape for x in (call.prev[0], call.cur[0])]
     if len(shapes[0]) == 3 and shapes[0] == shapes[1] and 0 not in shapes[0]:
         return None
@@ -480,11 +406,9 @@ def update_shape(call: UpdateCall) -> str | None:
 update_rules.group()
 
 
-@update_rules.add(
-    "update-statistics-shape", "Statistics are [B, N, S, 8].",
-    "ring_attention_update_tiling.cpp: CheckAttnAndSoftmaxShapeSBH, RingAttentionUpdateCheckShape", "`_ring_update`",
-)  # fmt: skip
+@update_rules.add("ring_attention_update_tiling.cpp: CheckAttnAndSoftmaxShapeSBH, RingAttentionUpdateCheckShape")
 def update_statistics_shape(call: UpdateCall) -> str | None:
+    """Statistics are [B, N, S, 8]."""
     shapes = [x.shape for x in (*call.prev[1:], *call.cur[1:])]
     if len(set(shapes)) > 1:
         return f"statistics of shapes {[list(x) for x in shapes]}"

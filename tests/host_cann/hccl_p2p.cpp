@@ -91,7 +91,7 @@ static size_t streams_in_flight() {
     return flights.size();
 }
 
-// Does CANN take this list (JSON; tests/host_cann/cann_rules_hccl.py)? 0, or 1 and the reason in `text`.
+// Does CANN take this list (JSON; tests/host_cann/cann_rules.py)? 0, or 1 and the reason in `text`.
 typedef int (*BatchRules)(const char* call, char* text, uint32_t size);
 static BatchRules rules = nullptr;
 

@@ -28,10 +28,12 @@ from tests.host_cann import oracle_faults as faults
 from tests.host_cann import oracle_math as math
 from tests.host_cann.cann_calls import AttentionCall, Shaped, UpdateCall, shaped
 from tests.host_cann.cann_rule import Refused, need
-from tests.host_cann.oracle_calls import Call, calls, record, record_update
 from tests.host_cann.oracle_dropout import dropout_bits, dropout_numels
 from tests.host_cann.oracle_faults import FAULTS, set_fault
 from tests.host_cann.oracle_problem import Problem, check_contents, from_rows, rows_of_sequences, to_rows
+
+#: Every call that was computed, in order.
+calls: list[AttentionCall | UpdateCall] = []
 
 TENSORS = ("pse", "atten_mask", "drop_mask", "dy", "softmax_max", "softmax_sum", "attention_in")
 LISTS = {
@@ -42,7 +44,7 @@ LISTS = {
 }
 
 __all__ = [
-    "FAULTS", "Call", "Refused", "calls", "dropout_bits", "dropout_numels", "fused_attention", "fused_attention_grad",
+    "FAULTS", "Refused", "calls", "dropout_bits", "dropout_numels", "fused_attention", "fused_attention_grad",
     "problem_of", "ring_attention_update", "set_fault",
 ]  # fmt: skip
 
@@ -84,26 +86,9 @@ def problem_of(
     """
     call = call_of(query, key, value, head_num, input_layout, **options)
     cann_rules.check(call)
-    s = call.sizes
-    problem = Problem(
-        layout=call.layout,
-        query=to_rows(query, call.layout),
-        key=to_rows(key, call.layout),
-        value=to_rows(value, call.layout),
-        sequences=rows_of_sequences(call),
-        heads=s.heads,
-        kv_heads=s.kv_heads,
-        scale=scale,
-        slopes=options.get("pse"),
-        starts=(*call.q_start, *call.kv_start) or (0, 0),  # type: ignore[arg-type]  # one number each
-        mask=options.get("atten_mask"),
-        sparse_mode=call.sparse_mode,
-        pre_tokens=call.pre_tokens,
-        next_tokens=call.next_tokens,
-        keep_prob=call.keep_prob,
-        drop_mask=options.get("drop_mask"),
-    )
-    return problem
+    rows = [to_rows(x, call.layout) for x in (query, key, value)]
+    mask, drop_mask = options.get("atten_mask"), options.get("drop_mask")
+    return Problem(call, rows[0], rows[1], rows[2], rows_of_sequences(call), scale, options.get("pse"), mask, drop_mask)
 
 
 @torch.no_grad()
@@ -126,16 +111,16 @@ def fused_attention(
         Refused: see the head of this file.
     """
     p = problem_of(query, key, value, head_num, input_layout, **options)
-    shape = (len(p.query), p.heads, 8) if p.packed else (len(query), p.heads, query.shape[1], 8)
+    shape = (len(p.query), p.call.head_num, 8) if p.call.packed else (len(query), p.call.head_num, query.shape[1], 8)
     if query.is_meta:
-        out = torch.empty(p.query.shape[0], p.heads, p.value.shape[2], dtype=query.dtype, device="meta")
+        out = torch.empty(p.query.shape[0], p.call.head_num, p.value.shape[2], dtype=query.dtype, device="meta")
         largest = total = torch.empty(shape, device="meta")
     else:
         check_contents(p)
         need(p.slopes is None or bool(p.slopes.isfinite().all()), "not modelled: slopes that are not finite")
         out, largest, total = math.forward(p)
-    record("fused_attention", p, query=query, key=key, value=value)
-    return from_rows(out, p.layout, len(p.sequences)), largest.view(shape), total.view(shape)
+    calls.append(p.call)
+    return from_rows(out, p.call.layout, len(p.sequences)), largest.view(shape), total.view(shape)
 
 
 def check_gradient_call(
@@ -174,10 +159,10 @@ def fused_attention_grad(
         statistics = parts["softmax_max"], parts["softmax_sum"]
         check_contents(p)
         check_statistics(*statistics)
-        rows = (to_rows(x, p.layout) for x in (dy, parts["attention_in"]))
+        rows = (to_rows(x, p.call.layout) for x in (dy, parts["attention_in"]))
         grads = math.backward(p, *rows, *(x.reshape(-1) for x in statistics))
-    record("fused_attention_grad", p, query=query, key=key, value=value, dy=dy, **parts)
-    dq, dk, dv = (from_rows(x, p.layout, len(p.sequences)) for x in grads)
+    calls.append(p.call)
+    dq, dk, dv = (from_rows(x, p.call.layout, len(p.sequences)) for x in grads)
     return dq, dk, dv
 
 
@@ -218,8 +203,9 @@ def ring_attention_update(
     need(input_layout == "SBH", f"not modelled: ring update in {input_layout}")
     prev = (prev_attn_out, prev_softmax_max, prev_softmax_sum)
     cur = (cur_attn_out, cur_softmax_max, cur_softmax_sum)
-    cann_rules.check(update_call_of(prev, cur))
-    record_update(input_layout, prev)
+    call = update_call_of(prev, cur)
+    cann_rules.check(call)
+    calls.append(call)
     (out1, m1, l1), (out2, m2, l2) = prev, cur
     m = torch.maximum(m1, m2)
     a, b = l1 * (m1 - m).exp(), l2 * (m2 - m).exp()

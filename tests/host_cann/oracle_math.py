@@ -44,7 +44,7 @@ torch.zeros(8).exp()
 def blocks(p: Problem, index: int) -> Iterator[tuple[int, int]]:
     """Ranges of query rows of a sequence."""
     sq, sk = p.sequences[index].sizes
-    rows = max(1, BLOCK // max(1, p.heads * sk))
+    rows = max(1, BLOCK // max(1, p.call.head_num * sk))
     for first in range(0, sq, rows):
         yield first, min(first + rows, sq)
 
@@ -60,7 +60,7 @@ def scores(p: Problem, index: int, first: int, last: int, q: Tensor, k: Tensor) 
     """Scores [N, rows, Skv] of a block, -FLT_MAX where masked, and where that is, [rows, Skv]."""
     s = q @ k.transpose(1, 2) * p.scale
     if p.slopes is not None:
-        q_start, kv_start = p.starts
+        q_start, kv_start = (*p.call.q_start, *p.call.kv_start) or (0, 0)
         if faults.on(faults.KV_START):
             kv_start = 0
         if faults.on(faults.STARTS_FIRST) and index:
@@ -68,8 +68,10 @@ def scores(p: Problem, index: int, first: int, last: int, q: Tensor, k: Tensor) 
         i = torch.arange(first, last)[:, None] + q_start
         j = torch.arange(p.sequences[index].sizes[1])[None] + kv_start
         s = s - p.slopes[:, None, None] * (j - i).abs().float()
-    as_causal = (faults.on(faults.TOP_LEFT) and p.sparse_mode == 3) or (faults.on(faults.MODE_1) and p.sparse_mode == 1)
-    hidden = hides(p, index, first, last, 2 if as_causal else p.sparse_mode)
+    as_causal = (faults.on(faults.TOP_LEFT) and p.call.sparse_mode == 3) or (
+        faults.on(faults.MODE_1) and p.call.sparse_mode == 1
+    )
+    hidden = hides(p, index, first, last, 2 if as_causal else p.call.sparse_mode)
     if hidden is not None and faults.on(faults.COLUMNS):
         hidden = hidden.clone()
         hidden[..., 512:] = False
@@ -80,19 +82,19 @@ def dropped(p: Problem, index: int, first: int, last: int) -> Tensor | float:
     """keep / keep_prob of a block, [N, rows, Skv]; 1.0 where nothing is dropped."""
     if p.drop_mask is None:
         return 1.0
-    before = sum(x.sizes[0] * x.sizes[1] for x in p.sequences[:index]) * p.heads
+    before = sum(x.sizes[0] * x.sizes[1] for x in p.sequences[:index]) * p.call.head_num
     sq, sk = p.sequences[index].sizes
     if first == 0 and last == sq:
-        bits = kept(p.drop_mask, before, (p.heads, sq, sk))
+        bits = kept(p.drop_mask, before, (p.call.head_num, sq, sk))
     else:
         rows = (last - first, sk)
-        bits = torch.stack([kept(p.drop_mask, before + (n * sq + first) * sk, rows) for n in range(p.heads)])
-    return bits.float() / (1.0 if faults.on(faults.KEEP_PROB) else p.keep_prob)
+        bits = torch.stack([kept(p.drop_mask, before + (n * sq + first) * sk, rows) for n in range(p.call.head_num)])
+    return bits.float() / (1.0 if faults.on(faults.KEEP_PROB) else p.call.keep_prob)
 
 
 def statistics(p: Problem, memory: Tensor, rows: Rows, tnd: bool) -> Tensor:
     """The statistics of a sequence, a view [N, S, 8] of the whole buffer [T * N * 8]."""
-    n = p.heads
+    n = p.call.head_num
     if tnd:
         return memory.view(-1, n, 8)[rows.q0 : rows.q1].transpose(0, 1)
     return memory[rows.q0 * n * 8 : rows.q1 * n * 8].view(n, -1, 8)
@@ -104,8 +106,8 @@ def keys_of(p: Problem, index: int) -> tuple[Tensor, Tensor]:
     first = rows.k0
     if faults.on(faults.GAPS):
         first = sum(x.sizes[1] for x in p.sequences[:index] if x.sizes[0])
-    k, v = (of_heads(x, first, first + rows.sizes[1], p.heads) for x in (p.key, p.value))
-    equal = p.packed and len({size for x in p.sequences for size in x.sizes}) == 1
+    k, v = (of_heads(x, first, first + rows.sizes[1], p.call.head_num) for x in (p.key, p.value))
+    equal = p.call.packed and len({size for x in p.sequences for size in x.sizes}) == 1
     if faults.on(faults.EQUAL_LENGTHS) and equal and k.shape[2] == 128 and p.slopes is None:
         return k.roll(1, 1), v.roll(1, 1)
     return k, v
@@ -118,12 +120,12 @@ def operand(x: Tensor, p: Problem) -> Tensor:
 
 def forward(p: Problem) -> tuple[Tensor, Tensor, Tensor]:
     """out [T, N, Dv] of the type of query; max and sum, flat [T * N * 8] in the order of memory."""
-    t, n = p.query.shape[0], p.heads
+    t, n = p.query.shape[0], p.call.head_num
     out = torch.zeros(t, n, p.value.shape[2], dtype=p.query.dtype)
     largest, total = torch.zeros(t * n * 8), torch.zeros(t * n * 8)
-    if faults.on(faults.BAND_HANGS) and p.sparse_mode == 4:
+    if faults.on(faults.BAND_HANGS) and p.call.sparse_mode == 4:
         time.sleep(HANG)
-    tnd = p.packed and faults.on(faults.ORDER)
+    tnd = p.call.packed and faults.on(faults.ORDER)
     for index, rows in enumerate(p.sequences):
         if not rows.sizes[0]:
             continue
@@ -152,7 +154,7 @@ def backward(p: Problem, dy: Tensor, out: Tensor, largest: Tensor, total: Tensor
     """
     if p.drop_mask is not None and faults.on(faults.BITS):
         p = replace(p, drop_mask=p.drop_mask.roll(1))
-    n, kv = p.heads, p.kv_heads
+    n, kv = p.call.head_num, p.call.sizes.kv_heads
     grads = [torch.zeros(x.shape) for x in (p.query, p.key, p.value)]
     dq, dk, dv = grads
 

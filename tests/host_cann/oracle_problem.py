@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -49,38 +49,24 @@ class Problem:
     yet when a call is checked.
 
     Attributes:
-        layout: BSND or TND.
+        call: what the rules know of it.
         query, key, value: packed, [T, heads, dim], views of what was given.
         sequences: the rows of each sequence.
-        heads, kv_heads: Nq and Nkv.
         scale: factor of q·k.
         slopes: of ALiBi, [N], or None.
-        starts: positions of the first query and the first key of each sequence, for slopes.
         mask: atten_mask as given, or None.
         drop_mask: bits of the dropout mask, uint8, or None where nothing is dropped.
     """
 
-    layout: str
+    call: AttentionCall
     query: Tensor
     key: Tensor
     value: Tensor
     sequences: tuple[Rows, ...]
-    heads: int
-    kv_heads: int
     scale: float
     slopes: Tensor | None
-    starts: tuple[int, int]
     mask: Tensor | None
-    sparse_mode: int
-    pre_tokens: int
-    next_tokens: int
-    keep_prob: float
     drop_mask: Tensor | None
-
-    @property
-    def packed(self) -> bool:
-        """Sequences of different lengths."""
-        return self.layout == "TND"
 
 
 def to_rows(x: Tensor, layout: str) -> Tensor:
@@ -99,16 +85,12 @@ def rows_of_sequences(call: AttentionCall) -> tuple[Rows, ...]:
     Raises:
         Refused: rows that belong to no sequence.
     """
-    if not call.packed:
-        s = call.sizes
-        return tuple(Rows(i * s.s1, (i + 1) * s.s1, i * s.s2, (i + 1) * s.s2) for i in range(s.batch))
-    both = [ends or () for ends in (call.ends_q, call.ends_k)]
-    for name, ends, x in (("qlen", both[0], call.query), ("kvlen", both[1], call.key)):
+    for name, ends, x in (("qlen", call.ends_q, call.query), ("kvlen", call.ends_k, call.key)):
         need(
-            ends[-1] == x.shape[0],
-            f"actual_seq_{name} ends at {ends[-1]}, the tensor has {x.shape[0]} rows; not modelled: rows of no sequence",
+            not call.packed or (ends or (0,))[-1] == x.shape[0],
+            f"actual_seq_{name} ends at {(ends or (0,))[-1]}, the tensor has {x.shape[0]} rows; not modelled: rows of no sequence",
         )
-    q, k = (pairwise((0, *ends)) for ends in both)
+    q, k = (pairwise(accumulate(counts, initial=0)) for counts in zip(*call.sequences, strict=True))
     return tuple(Rows(*of_q, *of_k) for of_q, of_k in zip(q, k, strict=True))
 
 
@@ -127,7 +109,7 @@ def hides(p: Problem, index: int, first: int, last: int, mode: int) -> Tensor | 
     if mode == 1:
         return p.mask[first:last].bool()
     if mode == 4:
-        return (j < i + off - p.pre_tokens) | (j > i + off + p.next_tokens)
+        return (j < i + off - p.call.pre_tokens) | (j > i + off + p.call.next_tokens)
     return j > i + (off if mode == 3 else 0)
 
 
@@ -135,10 +117,10 @@ def check_contents(p: Problem) -> None:
     """Raise Refused for a mask whose contents the mode does not take; on a device this would be a wrong result."""
     if p.mask is None or p.mask.is_meta:
         return
-    if p.sparse_mode == 1:
+    if p.call.sparse_mode == 1:
         need(
             not bool(p.mask.bool().all(-1).any()), "a row has every key masked: it is zeroed only with inner_precise 2"
         )
         return
-    says = f"sparse_mode {p.sparse_mode}: the compressed mask must be 1 above the diagonal, 0 elsewhere"
+    says = f"sparse_mode {p.call.sparse_mode}: the compressed mask must be 1 above the diagonal, 0 elsewhere"
     need(torch.equal(p.mask.bool(), upper()), says)

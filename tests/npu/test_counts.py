@@ -34,7 +34,7 @@ def attend_once(
     """Calls of the fused operators by one layer's forward and backward; q, k and v of at most so many bytes are one message."""
     layout_redistribution.PACKED_BYTES = packed_bytes
     from mindspeed_cp.comm import open_directional_groups, warm_up
-    from tests.host_cann.oracle_calls import calls
+    from tests.host_cann.oracle import calls
 
     plan, leaves, dout = local(rank, case)
     if directional:

@@ -215,4 +215,4 @@ def test_a_window_of_one_key_is_a_masked_call(calls, alibi):
         results.append([x.cpu() for x in (out, lse, *grads)])
     for want, got in zip(*results, strict=True):
         torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
-    assert [(call.layout, set(call.sizes)) for call in calls] == [("BSND", {(42, 42)})] * 2
+    assert [(call.layout, set(call.sequences)) for call in calls] == [("BSND", {(42, 42)})] * 2

@@ -75,3 +75,10 @@ def test_drawing_tools_are_imported_when_something_is_drawn() -> None:
         "assert 'matplotlib.pyplot' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_the_table_counts_trees_trajectories_and_blocks() -> None:
+    documents = Documents([1300, 700, 100, 900, 2, 1, 2], [-1, 0, 0, 2, -1, 4, 4], [(20, 90), (310, 400)])
+    html = show(build_plan(documents, Topology(1, 3), AttentionConfig(1), "ring")).html
+    assert "2, up to 3 documents deep; as trajectories 4 documents, 4,307 tokens" in html
+    assert "2, of 160 tokens that see both ways" in html

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mindspeed_cp.report.text import Table, column_blocks, print_tables
+from mindspeed_cp.report.text import Table, print_tables
 
 NAMES = ("ring", "hierarchical", "direct:layout=balanced")
 FIGURES = tuple(f"{number},{number}99.{number} MiB" for number in range(10))
@@ -44,18 +44,6 @@ def test_no_letter_is_lost_in_columns_of_half_the_width(
 ) -> None:
     text = "\n".join(printed(HALVES, width, monkeypatch, capsys)[3:])
     assert (text.count("c"), text.count("x")) == (108, 108)
-
-
-def test_every_block_names_its_rows_and_every_figure_is_in_one() -> None:
-    blocks = column_blocks(STEPS, 30)
-    assert blocks == [[0, 1, 2], [0, 1, 3]]
-    for width in (40, 60, 80):
-        columns = [column for block in column_blocks(WIDE, width) for column in block[1:]]
-        assert columns == list(range(1, len(WIDE.columns)))
-
-
-def test_a_table_that_fits_is_one_block() -> None:
-    assert column_blocks(STEPS, 80) == [[0, 1, 2, 3]]
 
 
 def test_output_that_is_no_terminal_is_as_wide_as_the_table(

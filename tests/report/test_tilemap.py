@@ -63,26 +63,11 @@ def test_coloured_pairs_are_the_work_of_each_step(algorithm: str, kind: str) -> 
     check_squares(plan_of(algorithm, **KINDS[kind]))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_coloured_pairs_are_the_work_of_a_plan_of_parts(kind: str) -> None:
-    check_squares(mixed_plan(Documents([70, 23, 0, 41, 33]), 4, AttentionConfig(6, 2, 16, **KINDS[kind])))
-
-
-def test_coloured_pairs_are_the_work_of_cross_attention() -> None:
+def test_coloured_pairs_are_the_work_of_a_plan_of_parts_of_trees_and_of_cross_attention() -> None:
+    check_squares(mixed_plan(Documents([70, 23, 0, 41, 33]), 4, AttentionConfig(6, 2, 16, window=(50, 0))))
     check_squares(plan_of("direct", mask="full", kv_documents=Documents([3, 90, 17, 200])))
-
-
-def test_in_a_ring_the_owner_goes_round_and_in_the_hybrid_it_has_the_same_heads() -> None:
-    tokens = np.arange(sum(LENGTHS))
-    for algorithm, expected in (
-        ("ring", lambda rank, step: {(rank - step) % 4}),
-        ("hybrid", lambda rank, step: {(rank + 2 * step) % 4}),
-    ):
-        plan = plan_of(algorithm)
-        seen = visible(plan, tokens, tokens)
-        for rank in range(4):
-            for step, owners in enumerate(computed_squares(plan, rank, tokens, tokens, seen)):
-                assert set(owners[owners >= 0].tolist()) == expected(rank, step)
+    trees = Documents([300, 120, 80, 200], [-1, 0, 0, 2], [(20, 90), (310, 400)])
+    check_squares(build_plan(trees, Topology(1, 3), AttentionConfig(6, 2, 16, window=(400, 0)), "ring"))
 
 
 def words(figure: Any) -> list[tuple[str, Any]]:

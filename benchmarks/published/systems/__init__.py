@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from benchmarks.published.systems.balanced_queries import dist_ca, magi_attention
+from benchmarks.published.systems.balanced_queries import magi_attention
 from benchmarks.published.systems.even import (
     Case,
     all_gather,
@@ -22,17 +22,15 @@ from benchmarks.published.systems.even import (
     wlb_llm,
 )
 from benchmarks.published.systems.head_groups import flexsp, verl
-from benchmarks.published.systems.ring_groups import dhp, dynamic_cp, dynamic_cp_by_cost, zeppelin, zeppelin_by_cost
+from benchmarks.published.systems.ring_groups import dhp, dynamic_cp, zeppelin
 from benchmarks.published.timing import Candidate
 from mindspeed_cp import build_plan
 
 
 def ours(case: Case) -> list[Candidate]:
-    """Build this project's hierarchical plans, as `algorithm: hierarchical` makes them by the preset, without options
-    unless --placements is given: one plan, whatever the cluster really is."""
-    plan = build_plan(
-        case.documents, case.topology, case.attention, "hierarchical", simulated_placements=case.placements
-    )
+    """Build this project's plan, as `algorithm: hierarchical` makes it by the preset without options, whatever the
+    cluster really is."""
+    plan = build_plan(case.documents, case.topology, case.attention, "hierarchical")
     return [Candidate("hierarchical", plan)]
 
 
@@ -51,22 +49,13 @@ SYSTEMS: dict[str, Callable[[Case], list[Candidate]]] = {
     "Zeppelin": zeppelin,
     "verl": verl,
     "FlexSP": flexsp,
-    "DistCA*": dist_ca,
-    "dyn. by cost": dynamic_cp_by_cost,
-    "Zep. by cost": zeppelin_by_cost,
     "ours": ours,
 }
 
 BASE, OURS = "even ring", "ours"
 
-#: Variants of published systems with this project's cost model.
-VARIANTS = ("dyn. by cost", "Zep. by cost")
-
-#: Upper comparators: times that no plan of theirs reaches. Among published systems they do not count.
-COMPARATORS = ("DistCA*",)
-
 #: Systems that go by documents, so that they can treat all ranks of a step as one pool.
-POOLED = ("dynamic CP", "DHP", "Zeppelin", "verl", "FlexSP", *COMPARATORS, *VARIANTS, OURS)
+POOLED = ("dynamic CP", "DHP", "Zeppelin", "verl", "FlexSP", OURS)
 
 #: Systems that are tried as one pool as well as on rows. For the others 64 ranks are more steps of the same ring.
 EITHER = ("all-gather", "WLB-LLM", "USP", "MagiAttention")

@@ -1,4 +1,4 @@
-"""Systems that balance queries over ranks that have equal numbers of tokens: MagiAttention, and DistCA beyond that."""
+"""MagiAttention: queries are balanced over ranks that have equal numbers of tokens."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from benchmarks.published.timing import Candidate
 from mindspeed_cp import AttentionConfig, Documents, Topology
 from mindspeed_cp.algorithms.kv_fetch.needs import KvFetches, KvOwners, needed_tokens
 from mindspeed_cp.algorithms.kv_fetch.programs import programs_of_rounds, staged
-from mindspeed_cp.layout import TOKEN_SPAN, Layout, assign_to_least_loaded, from_spans
+from mindspeed_cp.layout import TOKEN_SPAN, Layout, from_spans
 from mindspeed_cp.plan import Plan
 from mindspeed_cp.plan.parts import combine, select_layout
-from mindspeed_cp.plan.problem import run_pairs, visible_pairs
+from mindspeed_cp.plan.problem import run_pairs
 
 #: MagiAttention's chunks in tokens, the part of the ranks among which a chunk takes the nearest one, and stages; None:
 #: keys cross to a node once. All are tried.
@@ -25,9 +25,6 @@ CHUNKS, NEAREST_OF, DEGREES = (512, 1024, 2048), (0.0, 0.25), (1, 2, 4, None)
 
 #: Shards of queries that move, in tokens, and by how much of the mean a rank may be above it.
 MOVED_TOKENS, MOVED_TOLERANCE, MOVED_DEGREES = 512, 0.05, (1, 2)
-
-#: Of a rank's mean attention, that a task of DistCA has at most; all are tried.
-TASK_SHARES = (0.15, 0.25, 0.35, 0.5, 0.7, 1.0)
 
 
 def magi_attention(case: Case) -> list[Candidate]:
@@ -52,28 +49,6 @@ def magi_attention(case: Case) -> list[Candidate]:
     if not candidates:  # a short row
         candidates = [_chunks(case, max(1, case.documents.tokens // case.topology.ranks), 0.0, 1)]
     return [*candidates, *(_moved(case, degree) for degree in MOVED_DEGREES)]
-
-
-def dist_ca(case: Case) -> list[Candidate]:
-    """Build an upper comparator of DistCA (core-attention disaggregation, arXiv 2510.18121; hao-ai-lab/DistCA): linear
-    layers on equal runs of the row, attention in tasks of 128 queries or more on any rank, balanced.
-
-    That each pair of query and key is computed once is proved; the time is none of a plan. It is the work of the
-    busiest rank: all bytes of q, k, v and out are hidden, as by its "ping" and "pong" halves of a batch at their best,
-    which cost nothing here. So tasks need no regard to where their tokens are, where its scheduler weighs bytes."""
-    return [_tasks(case, share) for share in TASK_SHARES]
-
-
-def _tasks(case: Case, share: float) -> Candidate:
-    """Return tasks of attention that have so much of a rank's mean at most."""
-    tile_rows = case.cluster.tile_rows
-
-    def make(documents: Documents, topology: Topology, attention: AttentionConfig) -> Candidate:
-        tasks = balanced_tasks(documents, topology.ranks, attention, share, tile_rows)
-        plan = tasks_plan(equal_runs(documents, topology.ranks), tasks, topology, attention)
-        return Candidate(f"tasks of {share:g} of the mean", plan, free_transfers=True)
-
-    return case.once(make, "DistCA", share, tile_rows)
 
 
 def _chunks(case: Case, size: int, nearest_of: float, degree: int | None) -> Candidate:
@@ -211,13 +186,8 @@ def chunked_plan(layout: Layout, topology: Topology, attention: AttentionConfig,
 #     layout (linear layers)     rank 0: tokens 0 .. 4095     rank 1: tokens 4096 .. 8191     ...
 #     q_layout_compute           rank 0: 0 .. 4095, 7680 ..   rank 1: 4096 .. 7679            ...
 #
-# What MagiAttention calls communication of queries and outputs, and DistCA its disaggregated core attention. A run of
-# queries sees all its keys on one rank: partial outputs that several ranks would have to merge are no messages of a
-# plan.
-
-
-#: Tokens that a task's borders are multiples of: blocks of kernels.
-TASK_TOKENS = 128
+# What MagiAttention calls communication of queries and outputs. A run of queries sees all its keys on one rank: partial
+# outputs that several ranks would have to merge are no messages of a plan.
 
 
 def equal_runs(documents: Documents, ranks: int) -> Layout:
@@ -285,33 +255,6 @@ def balanced_queries(home: Layout, attention: AttentionConfig, size: int, tolera
     return from_spans(documents, home.ranks, shards)
 
 
-def balanced_tasks(
-    documents: Documents, ranks: int, attention: AttentionConfig, share: float, tile_rows: float
-) -> Layout:
-    """Cut the attention of documents into tasks for any ranks: runs of queries with about equal work, so many of a
-    document that none is above a share of the mean; largest first, each to the rank with least (Graham 1969).
-
-    Args:
-        documents, attention: of the row.
-        ranks: how many there are.
-        share: of a rank's mean work, that a task has at most, unless it has only `TASK_TOKENS`.
-        tile_rows: attention of n queries takes 1 + tile_rows / n of its pairs (:class:`mindspeed_cp.cluster.Cluster`).
-    """
-    whole = documents.offsets[:-1]
-    mean = float(visible_pairs(documents.lengths, documents.lengths, attention).sum()) / ranks
-    cuts = []
-    for first, length in zip(whole.tolist(), documents.lengths.tolist(), strict=True):
-        tasks = min(max(1, math.ceil(length**2 / 2 / max(share * mean, 1.0))), -(-length // TASK_TOKENS))
-        blocks = length / TASK_TOKENS * np.sqrt(np.arange(1, tasks) / max(tasks, 1))  # of equal work if causal
-        cuts.append(first + np.minimum(np.round(blocks).astype(np.int64) * TASK_TOKENS, length))
-    runs = cut_row(documents, np.concatenate([np.zeros(0, np.int64), *cuts]))
-    rows = runs["stop"] - runs["start"]
-    work = piece_pairs(runs, documents, attention) * (1 + tile_rows / np.maximum(rows, 1))
-    order = np.argsort(-work, kind="stable")
-    runs["rank"][order] = assign_to_least_loaded(work[order].tolist(), [0.0] * ranks)
-    return from_spans(documents, ranks, runs)
-
-
 def moved_plan(
     name: str, home: Layout, computed: Layout, topology: Topology, attention: AttentionConfig, degree: int
 ) -> Plan:
@@ -336,19 +279,6 @@ def moved_plan(
     ]
     orders = (_around(parts[0], parts[1], direction) for direction in ("forward", "backward"))
     return combine(name, parts, *orders)
-
-
-def tasks_plan(home: Layout, tasks: Layout, topology: Topology, attention: AttentionConfig) -> Plan:
-    """Return the plan in which the queries, keys and values of a task go to its rank, which fetches all other keys that
-    it sees from their tasks' ranks.
-
-    Args:
-        home: layout of tokens.
-        tasks: layout of attention.
-        topology, attention: as for a ring.
-    """
-    programs = programs_of_rounds(tasks, tasks, attention, in_stages(tasks, tasks, attention, 1), IN_FLIGHT)
-    return Plan("tasks", attention, topology, home, home, tasks, tasks, *programs)
 
 
 def _moving_documents(home: Layout, computed: Layout) -> np.ndarray:

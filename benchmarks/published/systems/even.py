@@ -30,7 +30,6 @@ class Case:
         attention: of the layer.
         cluster: that preset, of as many ranks a node as are in use.
         shared: candidates that were made already, for other clusters or heads too.
-        placements: `simulated_placements` of this project's plans; None: the default.
     """
 
     documents: Documents
@@ -38,7 +37,6 @@ class Case:
     attention: AttentionConfig
     cluster: Cluster
     shared: dict[object, Candidate] = field(default_factory=dict)
-    placements: int | None = None
 
     def once(self, make: Callable[[Documents, Topology, AttentionConfig], Candidate], *what: object) -> Candidate:
         """Return a candidate that depends on documents, nodes and ranks, and on `what` names it, alone: neither on the

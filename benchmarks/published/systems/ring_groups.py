@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +16,6 @@ from mindspeed_cp import AttentionConfig, Documents, Topology
 from mindspeed_cp.algorithms.hierarchical import plan_from_placement
 from mindspeed_cp.algorithms.linear_layout import cheapest_mode, with_linear_layout
 from mindspeed_cp.algorithms.placement.estimate import PlacementModel
-from mindspeed_cp.algorithms.placement.placer import DocumentPlacer
 from mindspeed_cp.algorithms.placement.policy import DocumentShares, Placement, PlacementPolicy
 from mindspeed_cp.cluster import Cluster, ComputeCost, LayerCost
 from mindspeed_cp.cluster.compute import ATTENTION_BACKWARD, LINEAR_BACKWARD
@@ -255,13 +253,6 @@ def dynamic_cp(case: Case) -> list[Candidate]:
     return candidates
 
 
-def dynamic_cp_by_cost(case: Case) -> list[Candidate]:
-    """Build what is not published: dynamic context parallelism with this project's cost model in place of s^2 / ranks,
-    both for the size of a document's group and for the balance; linear layers count. It is among the candidates of this
-    project's search too, there with its own exchange of keys in place of rings."""
-    return _in_groups(case, "dynamic CP by cost", _groups_by_cost(case))
-
-
 def zeppelin(case: Case) -> list[Candidate]:
     """Build Zeppelin (arXiv 2509.21841): documents on one rank, in a ring inside a node, or in a ring across nodes;
     messages between nodes routed over all NICs; ranks balanced by attention, and linear layers on equal tokens by a
@@ -269,28 +260,33 @@ def zeppelin(case: Case) -> list[Candidate]:
     without remap, and the fastest counts; routing where its formula says that it pays. Assumed in its favour: documents
     of one group of ranks share a ring, where the paper has a ring for each; all rings of a rank and its local documents
     hide each other's transfers."""
-    attention = _estimate(case).attention_work
-    by_groups: dict[tuple[Group, ...], list[Candidate]] = {}
+    attention, topology = _estimate(case).attention_work, case.topology
+    candidates: dict[tuple[Group, ...], list[Candidate]] = {}
     for filling in (case.documents.lengths.astype(float), attention):
         for zones in ZONES:
-            _zoned(case, by_groups, filling, attention, zones, remaps=True)
-    return [candidate for candidates in by_groups.values() for candidate in candidates]
+            groups = tuple(zoned_groups(filling, attention, topology.nodes, topology.ranks_per_node, zones))
+            if groups not in candidates:
+                candidates[groups] = _zoned(case, groups, zones)
+    return [candidate for of_groups in candidates.values() for candidate in of_groups]
 
 
-def zeppelin_by_cost(case: Case) -> list[Candidate]:
-    """Build what is not published: Zeppelin's zones, rings and routing with nodes and ranks balanced by this project's
-    cost model, in which linear layers count, and no remap."""
-    work = _estimate(case).work
-    by_groups: dict[tuple[Group, ...], list[Candidate]] = {}
-    for zones in ZONES:
-        _zoned(case, by_groups, work, work, zones, remaps=False)
-    return [candidate for candidates in by_groups.values() for candidate in candidates]
+def _zoned(case: Case, groups: Sequence[Group], zones: Thresholds) -> list[Candidate]:
+    """Return the plans of groups, with and without remap."""
+    candidate = _rings(case, "Zeppelin", f"zones {zones.node:g}, {zones.rank:g}", groups, interleaved=True)
+    per = case.topology.ranks_per_node
+    if routing_pays(case.cluster) and any(len({rank // per for rank in group}) > 1 for group in groups):
+        candidate = replace(candidate, label=f"{candidate.label}, routed", links=RoutedLinkQueues)
+    hidden = case.attention.heads * case.attention.head_dim
+    equal = with_linear_layout(candidate.plan, cheapest_mode(candidate.plan, hidden))
+    if equal is candidate.plan:
+        return [candidate]
+    return [candidate, replace(candidate, label=f"{candidate.label}, remap", plan=equal)]
 
 
 def dhp(case: Case) -> list[Candidate]:
     """Build DHP (arXiv 2602.21788): bins of documents on groups of any number of ranks, a ring in each. Documents are
     packed by best fit, and ranks assigned by its dynamic program over bins and ranks, by this project's speeds of
-    kernels and links (`bins.py`). Its bound of memory is not public: several are tried, of tokens and of work, and the
+    kernels and links. Its bound of memory is not public: several are tried, of tokens and of work, and the
     two whose slowest bin is done soonest by the objective are simulated. Assumed in its favour: all bins at once,
     groups inside nodes where they fit, linear layers where attention is, documents of a bin in one ring."""
     lengths, ranks = case.documents.lengths, case.topology.ranks
@@ -325,7 +321,7 @@ def _placement(groups: Sequence[Group]) -> Placement:
     members = DocumentShares.from_lists(
         [(doc, list(group), [1.0 / len(group)] * len(group)) for doc, group in enumerate(groups)]
     )
-    return Placement(PlacementPolicy(1.0, math.inf, power=True), members, {})
+    return Placement(PlacementPolicy(1.0, math.inf), members, {})
 
 
 def _in_groups(case: Case, label: str, groups: Sequence[Group]) -> list[Candidate]:
@@ -339,43 +335,7 @@ def _in_groups(case: Case, label: str, groups: Sequence[Group]) -> list[Candidat
     return [rings, case.once(fetched, label, "fetched", *groups)]
 
 
-def _groups_by_cost(case: Case) -> list[Group]:
-    """Return powers of two of ranks by the planner's cost model: as many as hold the document's work as equal
-    shares."""
-    members = DocumentPlacer(_estimate(case)).place(PlacementPolicy(1.0, math.inf, power=True)).whole
-    edges = np.searchsorted(members.doc, np.arange(len(case.documents) + 1))
-    return [tuple(members.rank[low:high].tolist()) for low, high in itertools.pairwise(edges.tolist())]
-
-
 def _estimate(case: Case) -> PlacementModel:
     documents, attention = case.documents, case.attention
     layer = LayerCost.for_attention(attention)
     return PlacementModel(documents, documents, case.topology, attention, case.cluster, layer, routing=False)
-
-
-def _zoned(
-    case: Case,
-    by_groups: dict[tuple[Group, ...], list[Candidate]],
-    of_node: np.ndarray,
-    of_rank: np.ndarray,
-    zones: Thresholds,
-    remaps: bool,
-) -> None:
-    """Add the plans of Zeppelin's zones at some thresholds, unless there are such groups already."""
-    topology = case.topology
-    groups = zoned_groups(of_node, of_rank, topology.nodes, topology.ranks_per_node, zones)
-    if tuple(groups) in by_groups:
-        return
-    candidate = _rings(case, "Zeppelin", f"zones {zones.node:g}, {zones.rank:g}", groups, interleaved=True)
-    if routing_pays(case.cluster) and any(_nodes(group, topology) > 1 for group in groups):
-        candidate = replace(candidate, label=f"{candidate.label}, routed", links=RoutedLinkQueues)
-    equal = with_linear_layout(
-        candidate.plan, cheapest_mode(candidate.plan, case.attention.heads * case.attention.head_dim)
-    )
-    by_groups[tuple(groups)] = [candidate]
-    if remaps and equal is not candidate.plan:
-        by_groups[tuple(groups)].append(replace(candidate, label=f"{candidate.label}, remap", plan=equal))
-
-
-def _nodes(group: Group, topology: Topology) -> int:
-    return len({rank // topology.ranks_per_node for rank in group})
