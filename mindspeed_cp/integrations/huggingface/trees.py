@@ -101,8 +101,8 @@ def planned_trajectories(
         rank_plans.batch_digest = zlib.crc32(array.tobytes(), rank_plans.batch_digest or 0)
     numbers, local_rows = packed.targets.of_rows(rank_plans.plans.layout.tokens(rank_plans.rank))
     arrays = (numbers, local_rows, packed.targets.token[numbers], weights_of_targets[numbers].astype(np.float32))
-    tensors = (torch.from_numpy(x).to(device) for x in arrays)
-    return rows, RankTargets(*tensors, batch_targets=packed.targets, plan=rank_plans)
+    own, own_rows, labels, own_weights = (torch.from_numpy(x).to(device) for x in arrays)
+    return rows, RankTargets(own, own_rows, labels, own_weights, packed.targets, rank_plans)
 
 
 def sum_weights(targets: RankTargets | Iterable[RankTargets], group: dist.ProcessGroup | None = None) -> Tensor:
