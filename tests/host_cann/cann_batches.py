@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
 import sys
 
 from tests.host_cann import cann_rules
@@ -22,14 +21,7 @@ def virtual_stages() -> int:
 def call_of(text: str) -> BatchCall:
     """The call that libhccl has written down."""
     told = json.loads(text)
-    return BatchCall(
-        [Item(*item) for item in told["items"]],
-        told["rank"],
-        told["ranks"],
-        os.environ.get("HOST_CANN_SOC", "Ascend910B1"),
-        told["in_flight"],
-        virtual_stages(),
-    )
+    return BatchCall([Item(*item) for item in told["items"]], told["rank"], told["ranks"], virtual_stages())
 
 
 def connect(hccl: ctypes.CDLL) -> None:

@@ -157,15 +157,10 @@ class BatchCall:
     Attributes:
         items: the list.
         rank, ranks: own number and number of ranks of the communicator.
-        chip: name of the chip, for instance "Ascend910B1".
-        in_flight: calls of this process that have not ended, this one included, counted once for each stream: those
-            of one stream come one after the other.
         virtual_stages: model chunks of each pipeline stage of the program; 1: no virtual pipeline.
     """
 
     items: Sequence[Item]
     rank: int
     ranks: int
-    chip: str = "Ascend910B1"
-    in_flight: int = 1
     virtual_stages: int = 1

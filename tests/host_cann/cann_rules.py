@@ -20,7 +20,6 @@ from tests.host_cann.cann_rules_attention import attention_rules, modelled, upda
 #: HCCL's numbers of the types that Atlas A2 and A3 send: int8, int16, int32, fp16, fp32, int64, uint64, uint8, uint16,
 #: uint32, fp64, bf16.
 TYPES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11)
-MANY_RANKS, MOST_AT_ONCE = 500, 3
 
 DOCUMENT = "HcclBatchSendRecv, CANN 8.0 to 8.5: constraints"
 
@@ -63,15 +62,6 @@ def batch_virtual_pipeline(call: BatchCall) -> str | None:
     if call.virtual_stages <= 1:
         return None
     return f"HcclBatchSendRecv in a program with {call.virtual_stages} virtual pipeline stages"
-
-
-@batch_rules.add("HcclBatchSendRecv.md: constraints")
-def batch_at_once(call: BatchCall) -> str | None:
-    """Atlas A2, communicators of more than 500 ranks: at most 3 calls at once."""
-    a2 = call.chip.startswith("Ascend910B")
-    if not a2 or call.ranks <= MANY_RANKS or call.in_flight <= MOST_AT_ONCE:
-        return None
-    return f"{call.in_flight} calls at once on a communicator of {call.ranks} ranks; valid above {MANY_RANKS} ranks: {MOST_AT_ONCE}"
 
 
 RULES: dict[type, Rules] = {AttentionCall: attention_rules, UpdateCall: update_rules, BatchCall: batch_rules}

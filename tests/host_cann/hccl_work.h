@@ -96,7 +96,6 @@ struct Exchange {
     uint64_t stage_bytes = 0;              // for each rank, memory behind `in`, made when the task runs: reductions
     std::vector<std::vector<char>> stage;  // that memory, by rank
     std::function<void(Exchange&)> after;  // after everything arrived
-    std::shared_ptr<void> held = nullptr;  // let go when the task has ended, well or not
 };
 
 // Puts the exchange on the stream. `shown`: fields of the trace line of this call.

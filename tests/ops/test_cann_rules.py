@@ -97,7 +97,6 @@ BROKEN = {
     "batch-duplicate": batch(("send", 2), ("recv", 2), ("send", 2)),
     "batch-self": batch(("send", 1, 8), ("recv", 1, 9)),
     "batch-virtual-pipeline": batch(("send", 2), virtual_stages=2),
-    "batch-at-once": batch(("send", 2), ranks=501, in_flight=4),
 }  # fmt: skip
 
 #: Calls at the edge of a rule, on its inner side.
@@ -116,8 +115,6 @@ SOUND = {
     "band behind": gradient((4, 9), (6, 12), pre_tokens=8, next_tokens=-3, **BAND),
     "update": update(),
     "list": batch(("send", 2), ("recv", 2), ("send", 0), ("send", 1), ("recv", 1)),
-    "three at once": batch(("send", 2), ranks=501, in_flight=3),
-    "four at once, A3": batch(("send", 2), ranks=501, in_flight=4, chip="Ascend910_9391"),
 }  # fmt: skip
 
 SOURCE_OF = {name: source for rules in cann_rules.RULES.values() for name, source in rules}
