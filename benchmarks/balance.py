@@ -30,10 +30,9 @@ from benchmarks.dispatch_baselines import first_fit, in_order, karmarkar_karp
 from benchmarks.pool import Batch, PoolCase, print_pool_rows
 from mindspeed_cp import AttentionConfig
 from mindspeed_cp.cluster import LayerCost, load_cluster
-from mindspeed_cp.data.balance import DocumentCost, assign
-from mindspeed_cp.data.packing import Packer
-from mindspeed_cp.data.balance import Assignment
+from mindspeed_cp.data.balance import Assignment, DocumentCost, assign
 from mindspeed_cp.data.lengths import load_lengths
+from mindspeed_cp.data.packing import Packer
 from mindspeed_cp.data.stream import LOOKAHEAD
 
 PARTS = ("replicas", "pool")

@@ -24,8 +24,7 @@ from mindspeed_cp.cluster.cluster import cluster_of
 from mindspeed_cp.config.derived import TOKENS_OVER_MEAN
 from mindspeed_cp.config.suite import TOKEN_CAP_OPTION
 from mindspeed_cp.data.balance import DocumentCost
-from mindspeed_cp.data.dispatch import Dispatcher
-from mindspeed_cp.data.dispatch import PoolModel
+from mindspeed_cp.data.dispatch import Dispatcher, PoolModel
 from mindspeed_cp.data.packing import DOC_CHUNK
 from mindspeed_cp.plan import Plan
 from mindspeed_cp.simulate.simulator import simulate_plan

@@ -19,8 +19,7 @@ from torch import Tensor
 
 from mindspeed_cp.algorithms.plan_cache import PlanCache
 from mindspeed_cp.config.derived import document_cost, mean_layer_cost, training_plan_options
-from mindspeed_cp.data.dispatch import DispatchedBatch, Dispatcher
-from mindspeed_cp.data.dispatch import PoolModel
+from mindspeed_cp.data.dispatch import DispatchedBatch, Dispatcher, PoolModel
 from mindspeed_cp.data.stream import PackedRow, PackedStream
 from mindspeed_cp.engine import prepare
 from mindspeed_cp.engine.hidden_states import hidden_redistribution

@@ -18,8 +18,8 @@ from mindspeed_cp.cli.main import run
 from mindspeed_cp.cli.options import SimulateOptions
 from mindspeed_cp.config.settings import load_settings
 from mindspeed_cp.data.corpus import open_corpus
-from mindspeed_cp.data.stream import PackedStream
 from mindspeed_cp.data.lengths import sample_batch
+from mindspeed_cp.data.stream import PackedStream
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--lengths", "3000,40,900,260", "--nodes", "2", "--ranks-per-node", "2", "--heads", "4", "--head-dim", "128")

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from benchmarks.dispatch_baselines import first_fit, in_order, karmarkar_karp
 from mindspeed_cp.cluster import LayerCost, load_cluster
-from mindspeed_cp.data.balance import DocumentCost, assign
+from mindspeed_cp.data.balance import Assignment, DocumentCost, assign
 from mindspeed_cp.data.dispatch import Dispatcher
-from mindspeed_cp.data.balance import Assignment
 from mindspeed_cp.data.packing import DOC_CHUNK
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import AttentionConfig
@@ -187,7 +186,9 @@ def test_it_beats_packing_by_tokens_and_is_at_least_about_as_good_as_differencin
         common: dict[str, Any] = dict(token_bound=8192, per_micro_batch=1e3)
         own = assign(lengths, lambda n: n + n * n / 4096, 8, **common)
         for name in ratios:
-            ratios[name].append(METHODS[name](lengths, lambda n: n + n * n / 4096, 8, **common).seconds.max() / own.seconds.max())
+            ratios[name].append(
+                METHODS[name](lengths, lambda n: n + n * n / 4096, 8, **common).seconds.max() / own.seconds.max()
+            )
     assert min(ratios["first_fit"]) >= 1 - 1e-9 and np.mean(ratios["first_fit"]) > 1.05
     assert np.mean(ratios["in_order"]) > 1.1
     assert np.mean(ratios["karmarkar_karp"]) >= 1 - 1e-3 and min(ratios["karmarkar_karp"]) > 0.99
