@@ -30,7 +30,9 @@ class DataSettings(Section):
     """The corpus and how it is packed."""
 
     corpus: str = Field(
-        default="stdlib", min_length=1, description="stdlib: sources of Python's standard library; or a .txt or .jsonl file"
+        default="stdlib",
+        min_length=1,
+        description="stdlib: sources of Python's standard library; or a .txt or .jsonl file",
     )
     seq_length: Annotated[int, Field(ge=2, le=SETTING_LIMIT)] = Field(
         default=4096, description="context: tokens of a packed row; longer documents are cut and counted"

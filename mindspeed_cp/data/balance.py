@@ -42,8 +42,8 @@ class Assignment:
     """The replica and micro-batch of each document of a global batch.
 
     Attributes:
-        micro_batches: micro-batches of each replica, none for a replica without documents; each the ascending documents,
-            int64.
+        micro_batches: micro-batches of each replica, none for a replica without documents; each the ascending
+            documents, int64.
         seconds: modelled time of each replica, float64 [replicas], in the unit of the given cost.
     """
 

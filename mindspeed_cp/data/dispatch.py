@@ -1,5 +1,5 @@
-"""Dispatch of a global batch's documents: whole rows in turn, balanced by modelled time, or to one pool of all data- and
-context-parallel ranks where that ends earlier.
+"""Dispatch of a global batch's documents: whole rows in turn, balanced by modelled time, or to one pool of all data-
+and context-parallel ranks where that ends earlier.
 
 Gradients are summed over the same ranks either way, and the loss is a sum over tokens divided by their number over all
 ranks, so a step may do either::

@@ -14,8 +14,8 @@ digest of the batch is gathered before the first message of a call. How soon the
 
 Where plans are announced (`CallAgreement.announce`), as Megatron models do at the start of a micro-batch, one sum
 serves all its calls: the first one waits for it, which was under way while the model computed, and the next
-announcement compares what the calls ran, with their types and dropout keys. A rank whose calls are not what it announced
-itself is then found after its messages have travelled.
+announcement compares what the calls ran, with their types and dropout keys. A rank whose calls are not what it
+announced itself is then found after its messages have travelled.
 
 The backward of a call runs what its forward has compared.
 """

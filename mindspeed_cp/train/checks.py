@@ -1,5 +1,5 @@
-"""What ends a start or a step before wrong numbers are kept: settings or corpora that differ between ranks or from those
-of a checkpoint, a loss or gradient that is not finite, a spike, and an NPU that makes no calls any more."""
+"""What ends a start or a step before wrong numbers are kept: settings or corpora that differ between ranks or from
+those of a checkpoint, a loss or gradient that is not finite, a spike, and an NPU that makes no calls any more."""
 
 from __future__ import annotations
 
@@ -74,8 +74,8 @@ def _minority(values: Sequence[Any]) -> list[int]:
 
 
 # The settings that identify a run: a checkpoint can be resumed only with equal ones. They are those that change the
-# numbers: model, data, order, schedule. How the work is split over ranks, recomputed or shown changes only rounding, so a
-# run may be resumed with other ranks. The rates of the optimizer may change, as a run whose loss diverges needs.
+# numbers: model, data, order, schedule. How the work is split over ranks, recomputed or shown changes only rounding, so
+# a run may be resumed with other ranks. The rates of the optimizer may change, as a run whose loss diverges needs.
 
 _TRAIN = ("global_batch_size", "lr_decay_style", "lr_warmup_iters", "bf16", "seed")
 

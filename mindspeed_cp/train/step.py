@@ -131,9 +131,10 @@ def forward_backward(
     loss, counted = (float(sum(float(report[REPORT_KEY][i]) for report in reports)) for i in (0, 1))
     queue.check(step)  # before ranks wait for each other on the host
     is_asked_to_stop = float(stop_request.reason is not None)
-    own = (loss, counted, *feed.sums.values(), feed.waiting_seconds, is_asked_to_stop, _gradient_norm(training.ddp_model))
-    ranks = dict(zip(_COLUMNS, world.gather([*own]).unbind(1), strict=True))
-    nonfinite = _nonfinite_ranks(ranks["loss"], "the loss") or _nonfinite_ranks(ranks["gradient"], "the gradient's norm")
+    norm = _gradient_norm(training.ddp_model)
+    table = world.gather([loss, counted, *feed.sums.values(), feed.waiting_seconds, is_asked_to_stop, norm])
+    ranks = dict(zip(_COLUMNS, table.unbind(1), strict=True))
+    nonfinite = _nonfinite(ranks["loss"], "the loss") or _nonfinite(ranks["gradient"], "the gradient's norm")
     if nonfinite is None and attention_check is not None:
         group = world.plan_group(feed.dispatched.pooled)
         for different in filter(None, world.gather_objects(attention_check.compare(group))):
@@ -151,7 +152,7 @@ def _gradient_norm(ddp_model: DistributedDataParallel) -> float:
     return float(torch.stack(norms).sum())
 
 
-def _nonfinite_ranks(values: Tensor, name: str) -> str | None:
+def _nonfinite(values: Tensor, name: str) -> str | None:
     """Return which of the ranks' values are not finite, or None."""
     bad = [rank for rank, value in enumerate(values.tolist()) if not math.isfinite(value)]
     if not bad:

@@ -186,7 +186,9 @@ def test_it_beats_packing_by_tokens_and_is_at_least_about_as_good_as_differencin
         common: dict[str, Any] = dict(token_bound=8192, per_micro_batch=1e3)
         own = assign(lengths, lambda n: n + n * n / 4096, 8, **common)
         for name in ratios:
-            ratios[name].append(METHODS[name](lengths, lambda n: n + n * n / 4096, 8, **common).seconds.max() / own.seconds.max())
+            ratios[name].append(
+                METHODS[name](lengths, lambda n: n + n * n / 4096, 8, **common).seconds.max() / own.seconds.max()
+            )
     assert min(ratios["first_fit"]) >= 1 - 1e-9 and np.mean(ratios["first_fit"]) > 1.05
     assert np.mean(ratios["in_order"]) > 1.1
     assert np.mean(ratios["karmarkar_karp"]) >= 1 - 1e-3 and min(ratios["karmarkar_karp"]) > 0.99
