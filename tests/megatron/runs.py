@@ -14,7 +14,10 @@ from tests.processes import RankError
 
 #: Tensor-, context- and expert-parallel ranks, and all ranks if more than tensor times context.
 Layout = tuple[int, ...]
-LAYOUTS: dict[str, Layout] = {"cp2": (1, 2), "cp3": (1, 3), "cp4": (1, 4), "tp2 x cp2": (2, 2)}
+LAYOUTS: dict[str, Layout] = {
+    "cp2": (1, 2), "cp3": (1, 3), "cp4": (1, 4), "tp2 x cp2": (2, 2), "cp4 ep4": (1, 4, 4, 4),
+    "dp2 cp2 ep4": (1, 2, 4, 4), "tp2 cp2 ep1": (2, 2, 1, 4), "tp2 cp2 ep2": (2, 2, 2, 4),
+}  # fmt: skip
 
 
 def assert_equal(actual: Outcome, expected: Outcome) -> None:
@@ -56,7 +59,7 @@ class Runs:
         reference: of one rank, with cases of the same names; default: these.
     """
 
-    CASES_AT_A_TIME = 8
+    CASES_AT_A_TIME = 5
 
     def __init__(
         self,

@@ -86,7 +86,9 @@ def test_a_batch_that_is_not_the_plans_is_refused(batch: dict[str, Any], message
 
 def test_a_tensor_of_other_rows_is_refused() -> None:
     params = planned_params(plan_of(LENGTHS, 2), 1)
-    with pytest.raises(ConfigError, match=r"query has shape \[99, 4, 8\].*rank 1 of the plan of 25 tokens has \[12, heads"):
+    with pytest.raises(
+        ConfigError, match=r"query has shape \[99, 4, 8\].*rank 1 of the plan of 25 tokens has \[12, heads"
+    ):
         params.to_rows(torch.zeros(99, 4, 8), "query")
 
 

@@ -26,7 +26,7 @@ from tests.megatron.gpt import (
 from tests.megatron.models import EXPERTS, NEEDS_PLANNED_ROUTER, SELECTIVE
 from tests.megatron.packed import plain_params
 from tests.megatron.ranks import MegatronRanks
-from tests.megatron.runs import Runs, equal_to_one_rank
+from tests.megatron.runs import LAYOUTS, Runs, on_layouts
 from tests.megatron.test_gpt import BALANCED, LONG, TWO
 from tests.megatron.test_gpt import ODD as BATCHES  # one for each of two replicas, whose ranks share experts
 
@@ -47,14 +47,11 @@ ALL_CASES = {
     "later tokens": Case(BATCHES, config={**TWO, **EXPERTS}),
 }
 CASES = available(ALL_CASES)
-LAYOUTS = {  # tensor, context, expert parallel, ranks
-    "cp3": (1, 3, 1, 3),
-    "cp4 ep4": (1, 4, 4, 4),
-    "dp2 cp2 ep4": (1, 2, 4, 4),
-    "tp2 cp2 ep1": (2, 2, 1, 4),
-    "tp2 cp2 ep2": (2, 2, 2, 4),
-}
-DEFAULT = ("dp2 cp2 ep4", "tp2 cp2 ep2")
+#: By default of a layout; --thorough has all.
+DEFAULT: dict[str, tuple[str, ...]] = {
+    "dp2 cp2 ep4": ("both losses",), "tp2 cp2 ep2": ("both losses", "hidden moves", "later tokens"),
+    "cp3": (), "cp4 ep4": (), "tp2 cp2 ep1": (),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -62,16 +59,24 @@ def reference(ranks: MegatronRanks) -> Runs:
     return Runs(ranks, CASES)
 
 
-@pytest.mark.parametrize(
-    "layout", [pytest.param(layout, marks=() if layout in DEFAULT else pytest.mark.thorough) for layout in LAYOUTS]
-)
-def test_any_layout_equals_one_rank(layout: str, ranks: MegatronRanks, reference: Runs) -> None:
-    more = {"sequence_parallel": True} if LAYOUTS[layout][0] > 1 else {}
-    cases = {
-        name: (replace(case, config={**case.config, **more}, optimizer=case.optimizer and "distributed"), case)
-        for name, case in CASES.items()
-    }
-    equal_to_one_rank(ranks, LAYOUTS[layout], cases, reference)
+@pytest.fixture(scope="module")
+def runs(ranks: MegatronRanks, reference: Runs) -> dict[bool, Runs]:
+    """Without and with sequence parallelism, which experts on tensor-parallel ranks need."""
+    made = {}
+    for shares in (False, True):
+        cases = {
+            name: replace(
+                case, config={**case.config, "sequence_parallel": shares}, optimizer=case.optimizer and "distributed"
+            )
+            for name, case in CASES.items()
+        }
+        made[shares] = Runs(ranks, cases, reference=reference)
+    return made
+
+
+@pytest.mark.parametrize(("layout", "name", "among"), on_layouts(ALL_CASES, DEFAULT))
+def test_any_layout_equals_one_rank(layout: str, name: str, among: tuple[str, ...], runs: dict[bool, Runs]) -> None:
+    runs[LAYOUTS[layout][0] > 1].check(name, LAYOUTS[layout], among)
 
 
 @NEEDS_PLANNED_ROUTER

@@ -266,9 +266,13 @@ def shared(ranks: MegatronRanks) -> Runs:
     return Runs(ranks, cases, reference=Runs(ranks, SHARED))
 
 
-@pytest.mark.parametrize("name", SHARED)
-def test_sequence_parallelism_pads_each_rank_not_each_document(name: str, shared: Runs) -> None:
-    shared.check(name, (2, 2))
+@pytest.mark.parametrize(
+    ("layout", "name", "among"), on_layouts(SHARED, {"tp2 x cp2": ("packed", "latents", "hidden moves, latent")})
+)
+def test_sequence_parallelism_pads_each_rank_not_each_document(
+    layout: str, name: str, among: tuple[str, ...], shared: Runs
+) -> None:
+    shared.check(name, LAYOUTS[layout], among)
 
 
 def test_data_parallel_replicas_with_unequal_counts_share_one_mean(runs: Runs) -> None:
