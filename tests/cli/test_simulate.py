@@ -244,8 +244,10 @@ def test_a_bad_line_of_a_lengths_file_is_named_by_its_number(
         ("--lengths 700 --algorithms rings", ("--algorithms", "did you mean ring?")),
         ("--lengths 700 --algorithms ring:prefetch=2", ("'prefetch=2': ring has no such option", "layout=")),
         (
-            "--lengths 700 --algorithms ring,hierarchical:prefetch=0",
-            ("--algorithms hierarchical:prefetch=0: hierarchical: prefetch is 0; valid: a whole number of nodes >= 1",),
+            "--lengths 700 --algorithms ring,hierarchical:fetch_pieces=0",
+            (
+                "--algorithms hierarchical:fetch_pieces=0: hierarchical: fetch_pieces is 0; valid: a whole number of pieces >= 1",
+            ),
         ),
         ("--lengths 700 --algorithms all,ring", ("all stands alone",)),
         ("--lengths 700 --algorithms ,", ("names no algorithm", "hierarchical")),
