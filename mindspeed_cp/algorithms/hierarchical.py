@@ -20,6 +20,7 @@ from typing import Annotated, Literal
 import numpy as np
 
 from mindspeed_cp.algorithms.head_groups import head_groups_part
+from mindspeed_cp.algorithms.kv_fetch.pieces import cut_fetches
 from mindspeed_cp.algorithms.kv_fetch.programs import staged
 from mindspeed_cp.algorithms.linear_layout import can_move_hidden, cheapest_mode, with_linear_layout
 from mindspeed_cp.algorithms.options import AtLeast, FromModel
@@ -36,6 +37,10 @@ from mindspeed_cp.plan.problem import AttentionConfig, Topology, document_pairs
 from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.simulate.simulator import simulate_plan
 from mindspeed_cp.simulate.tile_work import COARSE_SPANS
+from mindspeed_cp.simulate.timeline import fetch_waits
+
+#: Pieces of fetched keys that are tried, and the least share of a layer that ranks wait for keys where they are.
+FETCH_PIECES, LEAST_FETCH_WAITS = 2, 0.005
 
 #: Steps of fetched documents that need nothing from other nodes: the local block, and two rounds inside the node.
 LOCAL_STEPS = 3
@@ -61,6 +66,7 @@ def build_hierarchical(
     tensor_model_parallel_size: Annotated[int, AtLeast(1), FromModel()] = 1,
     sequence_parallel: Annotated[bool, FromModel()] = False,
     simulated_placements: Annotated[int | None, AtLeast(1, "placements")] = None,
+    fetch_pieces: Annotated[int | None, AtLeast(1, "pieces")] = None,
 ) -> Plan:
     """Every document on the ranks where it is cheapest: one rank, some ranks of a node, or several nodes.
 
@@ -87,6 +93,8 @@ def build_hierarchical(
             different kinds if one is nearly as fast; the others are the fastest of them with less work for the ranks
             that waited long. Default: 3 on up to 16 ranks, 4 on up to 128, 9 on up to 1,024, else 1, which is not
             simulated.
+        fetch_pieces: pieces in which fetched keys and values, and their gradients, travel; attention on a piece begins
+            when it is there. Default: 2 if that is faster where placements are simulated, else 1.
 
     Raises:
         ConfigError: the cluster has fewer ranks per node than the topology, or a document exceeds
@@ -107,7 +115,7 @@ def build_hierarchical(
             if remap == "auto" and hidden_size is not None:
                 mode = cheapest_mode(plan, hidden_size, tensor_model_parallel_size, sequence_parallel)
             plan = with_linear_layout(plan, mode)
-        return plan
+        return plan if fetch_pieces is None else cut_fetches(plan, fetch_pieces)
 
     for may_split in (head_split, False):  # equal parts of documents with split heads are rounded up, above the cap
         try:
@@ -141,6 +149,9 @@ def build_hierarchical(
         if levelled_plan is not None:
             timeline = simulate_plan(levelled_plan, cluster, layer, COARSE_SPANS)
             best = min(best, timeline, key=lambda timeline: timeline.total)
+    if fetch_pieces is None and fetch_waits(best) >= LEAST_FETCH_WAITS * best.total:
+        in_pieces = simulate_plan(cut_fetches(best.plan, FETCH_PIECES), cluster, layer, COARSE_SPANS)
+        best = min(best, in_pieces, key=lambda timeline: timeline.total)
     return best.plan
 
 

@@ -199,6 +199,11 @@ def waiting_causes(timeline: Timeline) -> list[tuple[str, float]]:
     return sorted(seconds_by_cause.items(), key=lambda entry: -entry[1])
 
 
+def fetch_waits(timeline: Timeline) -> float:
+    """Return the mean seconds in which a rank waits for keys and values, or their gradients, between steps."""
+    return sum(seconds for cause, seconds in waiting_causes(timeline) if cause.startswith(("keys", "gradients")))
+
+
 def is_internode(sent: np.ndarray, cluster: Cluster) -> np.ndarray:
     """Return which transfers go between nodes, int64, 0 or 1."""
     return (sent["src"] // cluster.ranks_per_node != sent["dst"] // cluster.ranks_per_node).astype(np.int64)

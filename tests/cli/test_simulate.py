@@ -226,7 +226,7 @@ def test_a_bad_line_of_a_lengths_file_is_named_by_its_number(
         ("--lengths 700 --heads 7 --head-dim 64 --kv-heads 2", ("--kv-heads: model.num_query_groups = 2: must divide", "7")),
         ("--lengths 700 --algorithms rings", ("--algorithms", "did you mean ring?")),
         ("--lengths 700 --algorithms ring:prefetch=2", ("'prefetch=2': ring has no such option", "layout=")),
-        ("--lengths 700 --algorithms ring,hierarchical:prefetch=0", ("hierarchical: prefetch is 0; valid: a whole number of nodes >= 1",)),
+        ("--lengths 700 --algorithms ring,hierarchical:fetch_pieces=0", ("hierarchical: fetch_pieces is 0; valid: a whole number of pieces",)),
         ("--lengths 700 --algorithms all,ring", ("--algorithms all: ",)),
         ("--lengths 700 --algorithms ,", ("names no algorithm", "hierarchical")),
         ("--lengths 700 --png a.jpg", ("'.jpg'", ".png")),

@@ -22,6 +22,7 @@ EXAMPLES = {
     "head_split": False,
     "remap": "off",
     "simulated_placements": 2,
+    "fetch_pieces": 2,
     "max_seqlen_per_dp_cp_rank": 40,
     "hidden_size": 256,
     "ffn_hidden_size": 512,

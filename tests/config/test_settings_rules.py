@@ -44,8 +44,8 @@ def test_the_suite_alone_and_inside_megatrons_yaml(tmp_path: Path) -> None:
         ),
         ("model_parallel: {context_parallel_size: 4}", "no section context_parallel_suite"),
         (
-            "algorithm: hierarchical\nprefeth: 1",
-            "no section context_parallel_suite, and prefeth: unknown key; did you mean prefetch",
+            "algorithm: hierarchical\nfetch_peices: 1",
+            "no section context_parallel_suite, and fetch_peices: unknown key; did you mean fetch_pieces",
         ),
         ("context_parallel_suite: 3", "must be a section"),
         (

@@ -61,6 +61,7 @@ VARIANTS: dict[str, tuple[str, tuple[tuple[str, object], ...]]] = {
     "hierarchical": ("hierarchical", ()),
     "hierarchical, KV fetch": ("hierarchical", (("head_split", False), CUT)),
     "hierarchical, qkv moved": ("hierarchical", (("head_split", False), ("remap", "qkv"))),
+    "hierarchical, in pieces": ("hierarchical", (("head_split", False), CUT, ("fetch_pieces", 2))),
 }
 
 
