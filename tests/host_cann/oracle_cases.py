@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -210,3 +210,68 @@ def compare(got: Mapping[str, Tensor], want: Mapping[str, Tensor], dtype: torch.
         if y.numel():
             error = float((x.detach().cpu().double() - y).abs().max()) / max(1.0, float(y.abs().max()))
             assert error <= LIMITS[torch.float32 if name == "lse" else dtype], f"{name}: {error:.2e}"
+
+
+# calls that must be refused
+
+
+class Wrong(NamedTuple):
+    """A call that must be refused: a sound one with something changed.
+
+    Attributes:
+        name: of the test.
+        says: a pattern in the oracle's refusal.
+        change: arguments that replace or join those of the sound call.
+        layout: of the sound call, "TND" or "BSND".
+        host: a pattern in the refusal of torch_npu's own code on the host, where that comes first.
+    """
+
+    name: str
+    says: str
+    change: Mapping[str, Any]
+    layout: str = "TND"
+    host: str | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """All arguments of the call."""
+        return sound(self.layout) | self.change
+
+
+def sound(layout: str) -> dict[str, Any]:
+    """Arguments of a call that is accepted: 32 queries and keys, 4 heads of size 32; in TND sequences of 20 and 12."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(*((32, 4, 32) if layout == "TND" else (1, 32, 4, 32)), generator=g)
+    ends = dict(actual_seq_qlen=[20, 32], actual_seq_kvlen=[20, 32]) if layout == "TND" else {}
+    return dict(query=x, key=x, value=x, head_num=4, input_layout=layout, **ends)
+
+
+SLOPES = torch.full((4,), 0.5)
+NAN = torch.full((4,), torch.nan)
+WIDE = torch.zeros(32, 4, 769)
+UPPER = dict(sparse_mode=3, atten_mask=compressed())
+ALIBI = dict(pse=SLOPES, pse_type=2)
+
+#: A call for each kind of refusal: by torch_npu's own checks, by what the stand-in models, by rules, by contents.
+#: tests/ops/test_cann_rules.py has a call for each rule.
+WRONG = [
+    Wrong("no heads", "head_num is 0", dict(head_num=0), host="head_num must > 0"),
+    Wrong("layout", "input_layout is 'NBSD'", dict(input_layout="NBSD"), "BSND", host="input_layout should be"),
+    Wrong("no lengths", "must have the same length and not be empty", dict(actual_seq_qlen=None), host="cannot be empty"),
+    Wrong("mode 9", "sparse_mode is 9", dict(sparse_mode=9), host="sparse_mode value must be in range"),
+    Wrong("keep_prob 0", "keep_prob is 0", dict(keep_prob=0.0), host="keep_prob value must be in range"),
+    Wrong("mode 3 without a mask", "not modelled: TND without a mask: sparse_mode is 3", dict(sparse_mode=3)),
+    Wrong("mode 2", "not modelled: TND with a mask: sparse_mode is 2", UPPER | dict(sparse_mode=2)),
+    Wrong("prefix", "not modelled: prefixN", dict(prefix=[5, 12])),
+    Wrong("padding mask", "not modelled: padding_mask", dict(padding_mask=torch.zeros(32, 32))),
+    Wrong("inner_precise", "not modelled: inner_precise", dict(inner_precise=2)),
+    Wrong("pse_type without slopes", "not modelled: pse_type", dict(pse_type=2)),
+    Wrong("slopes in bf16", "not modelled: pse of bfloat16", dict(pse=SLOPES.bfloat16(), pse_type=2)),
+    Wrong("one start of two", "not modelled: q_start_idx and kv_start_idx", ALIBI | dict(q_start_idx=[3])),
+    Wrong("negative start", "not modelled: q_start_idx and kv_start_idx", ALIBI | dict(q_start_idx=[-3], kv_start_idx=[0])),
+    Wrong("lengths in BSND", "not modelled: actual_seq", dict(actual_seq_qlen=[32], actual_seq_kvlen=[32]), "BSND"),
+    Wrong("rows behind the last end", "rows of no sequence", dict(actual_seq_qlen=[0, 20], actual_seq_kvlen=[0, 20])),
+    Wrong("head size 769", "valid: 1 to 768", dict.fromkeys(("query", "key", "value"), WIDE)),
+    Wrong("mode 3, another pattern", "must be 1 above the diagonal", dict(sparse_mode=3, atten_mask=~compressed())),
+    Wrong("mode 1, a row of ones", "inner_precise 2", dict(sparse_mode=1, atten_mask=torch.ones(32, 32, dtype=torch.bool)), "BSND"),
+    Wrong("slopes that are no numbers", "not finite", dict(pse=NAN, pse_type=2)),
+]  # fmt: skip

@@ -15,6 +15,7 @@ from tests.host_cann.oracle_cases import (
     EQUAL,
     LIMITS,
     PACKED,
+    WRONG,
     Case,
     band,
     case_of,
@@ -23,8 +24,8 @@ from tests.host_cann.oracle_cases import (
     inputs_of,
     lse_of,
     reference,
+    sound,
 )
-from tests.host_cann.oracle_wrong import WRONG, arguments, sound
 from tests.npu.operators import UNEVEN, bits_of, check, gradient_v2, on_npu, refused, to_npu
 
 DROPPED = case_of("dropout, mode 3")
@@ -157,9 +158,9 @@ def test_a_dropout_mask_of_the_caller_is_used(calls):
 
 
 @pytest.mark.ends_queue(2)
-@pytest.mark.parametrize("wrong", WRONG, ids=str)
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: f"{wrong.layout}, {wrong.name}")
 def test_a_wrong_call_is_refused_with_the_reason(wrong, calls):
-    call = {name: to_npu(x) for name, x in arguments(wrong).items()}
+    call = {name: to_npu(x) for name, x in wrong.arguments().items()}
     with refused(wrong.host or f"refused by the stand-in.*{wrong.says}", IndexError):
         torch_npu.npu_fusion_attention_v2(**call)
     assert not calls

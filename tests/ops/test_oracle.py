@@ -22,8 +22,8 @@ from tests.host_cann.oracle_cases import (
     inputs_of,
     lse_of,
     reference,
+    sound,
 )
-from tests.host_cann.oracle_wrong import sound
 from tests.ops.test_dropout import splitmix
 
 
