@@ -72,43 +72,34 @@ def test_more_ranks_than_devices(tmp_path: Path) -> None:
 
 
 def with_a_rank_that_falls_asleep(words: list[str]) -> None:
-    """The second rank sleeps over its third row. When it waits for this row in vain, the first rank goes on to that step, with
-    3 seconds for its peer's answers, and the second rank ends after it."""
+    """The second rank sleeps before the forward of its third row. The first rank goes on, with 3 seconds for its peer's
+    answers, and the second rank ends after it."""
     from mindspeed_cp.engine import agreement
-    from mindspeed_cp.train.micro_batch_loader import MicroBatchLoader
+    from mindspeed_cp.train import step
 
-    make, take, taken = MicroBatchLoader._make, MicroBatchLoader.__next__, []
-    first_rank, is_lost = Path(os.environ["FIRST_RANK"]), Path(os.environ["IS_LOST"])
+    forward, forwards, first_rank = step._forward, [], Path(os.environ["FIRST_RANK"])
     if os.environ["RANK"] == "0":
         first_rank.write_text(str(os.getpid()))
 
-    def make_or_sleep(self: MicroBatchLoader, row: object) -> object:
-        if row.index == 2:
-            if self._world.rank == 1:
+    def forward_or_sleep(*arguments: object) -> object:
+        forwards.append(1)
+        if len(forwards) == 3:
+            if os.environ["RANK"] == "1":
                 while Path("/proc", first_rank.read_text()).exists():
                     time.sleep(0.05)
                 os._exit(0)
-            while not is_lost.exists():
-                time.sleep(0.05)
             os.environ["HOST_HCCL_TIMEOUT"] = "3"
             agreement.WAIT_SECONDS = 3  # nor does the comparison of plans wait longer
-        return make(self, row)
+        return forward(*arguments)
 
-    def counted_take(self: MicroBatchLoader) -> object:
-        taken.append(1)
-        if len(taken) == 3 and self._world.rank == 1:
-            is_lost.touch()
-        return take(self)
-
-    MicroBatchLoader._make, MicroBatchLoader.__next__ = make_or_sleep, counted_take
+    step._forward = forward_or_sleep
     command(words)
 
 
 @pytest.mark.thorough  # by default tests/npu/test_hccl.py and tests/engine/test_inputs.py have silent ranks
 def test_a_rank_that_does_not_answer_in_time_is_named_by_its_peer(tmp_path: Path) -> None:
     """The line is out before torch_npu's watchdog ends the process, or the watchdog's own message names the peer."""
-    files = {"FIRST_RANK": str(tmp_path / "first"), "IS_LOST": str(tmp_path / "is_lost")}
-    done, _ = run_ranks(with_a_rank_that_falls_asleep, tmp_path, 2, 2, **files)
+    done, _ = run_ranks(with_a_rank_that_falls_asleep, tmp_path, 2, 2, FIRST_RANK=str(tmp_path / "first"))
     assert done.returncode in (FAILED, -6), done.stderr[-3000:]
     printed = lines(done.stderr)
     if printed:
