@@ -14,7 +14,6 @@ pool has more messages between nodes, and a larger placement to search, so repli
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -155,14 +154,12 @@ class DispatchedBatch:
         chunks: chunks of all documents, DOC_CHUNK [chunks], in the order of the packed rows.
         micro_batches: micro-batches of each replica, each the ascending indices of its chunks, int64.
         seconds: modelled time of each replica, float64 [replicas].
-        dispatch_seconds: wall time of the dispatch.
         pooled: True if the ranks of all replicas compute every micro-batch together, and replicas have the same ones.
     """
 
     chunks: np.ndarray
     micro_batches: Sequence[Sequence[np.ndarray]]
     seconds: np.ndarray
-    dispatch_seconds: float
     pooled: bool = False
 
     @property
@@ -213,7 +210,6 @@ class Dispatcher:
     def __call__(self, rows: Sequence[np.ndarray]) -> DispatchedBatch:
         """Dispatch the rows of one global batch, each DOC_CHUNK [chunks]; the number of rows is a multiple of
         `replicas`."""
-        began = time.perf_counter()
         chunks = np.concatenate(rows)
         row_of_chunk = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
         costs = self.cost(chunks["length"])
@@ -222,7 +218,7 @@ class Dispatcher:
             numbers = np.split(np.arange(len(chunks)), np.flatnonzero(np.diff(row_of_chunk)) + 1)
             seconds = times.reshape(-1, self.replicas).sum(0)
             micro_batches = [numbers[replica :: self.replicas] for replica in range(self.replicas)]
-            return DispatchedBatch(chunks, micro_batches, seconds, time.perf_counter() - began)
+            return DispatchedBatch(chunks, micro_batches, seconds)
         assignment = assign(
             chunks["length"],
             costs,
@@ -232,10 +228,10 @@ class Dispatcher:
             rows=row_of_chunk,
             equal_counts=self.equal_counts,
         )
-        batch = DispatchedBatch(chunks, assignment.micro_batches, assignment.seconds, 0.0)
+        batch = DispatchedBatch(chunks, assignment.micro_batches, assignment.seconds)
         if self.balance == "pool" and self.pool is not None and self.replicas > 1:
-            batch = self._fastest(batch, self.pool, costs, row_of_chunk)
-        return replace(batch, dispatch_seconds=time.perf_counter() - began)
+            return self._fastest(batch, self.pool, costs, row_of_chunk)
+        return batch
 
     def _fastest(
         self, batch: DispatchedBatch, model: PoolModel, costs: np.ndarray, row_of_chunk: np.ndarray

@@ -1,6 +1,7 @@
 """A small trainer on Megatron-core: planned micro-batches in, optimizer steps, metrics and checkpoints out.
 
-    launch              the ranks of this machine as processes, and how they end: one line and an exit code
+    launch              the ranks of this machine as processes
+    failures            how a rank ends: one line and an exit code
     world               one rank among all: device, process groups, numbers
     model               GPT, DDP, optimizer, schedule from the settings
     micro_batch_loader  planned micro-batches, made ahead in a thread

@@ -35,7 +35,7 @@ from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron import megatron_imports
 from mindspeed_cp.train.checks import HISTORY, check_same_run, identity
-from mindspeed_cp.train.launch import is_lost_rank_error, is_out_of_memory
+from mindspeed_cp.train.failures import is_lost_rank_error, is_out_of_memory
 from mindspeed_cp.train.model import TrainingModel
 from mindspeed_cp.train.run_files import RunFiles, disk_error, error_text, write_text
 from mindspeed_cp.train.step import StepResult

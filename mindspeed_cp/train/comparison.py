@@ -22,7 +22,7 @@ from mindspeed_cp.errors import DivergenceError
 from mindspeed_cp.plan import Plan, traffic
 from mindspeed_cp.report.text import Table, format_bytes
 from mindspeed_cp.train.checks import QueueProbe
-from mindspeed_cp.train.launch import StopRequest
+from mindspeed_cp.train.failures import StopRequest
 from mindspeed_cp.train.micro_batch_loader import MicroBatch, MicroBatchLoader
 from mindspeed_cp.train.model import TrainingModel
 from mindspeed_cp.train.step import StepResult, forward_backward

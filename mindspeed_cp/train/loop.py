@@ -10,19 +10,18 @@ from typing import Any
 
 import torch
 
-from mindspeed_cp.algorithms import AUTO, build_plan
+from mindspeed_cp.algorithms import build_plan
 from mindspeed_cp.comm import warm_up
 from mindspeed_cp.config.derived import training_plan_options
 from mindspeed_cp.data.corpus import open_corpus
 from mindspeed_cp.data.stream import PackedStream
 from mindspeed_cp.engine.attention_check import AttentionCheck
-from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.megatron import check_tokens_per_step
 from mindspeed_cp.train.checkpoint import check_storage, resume, save_checkpoint
 from mindspeed_cp.train.checks import BadStepPolicy, QueueProbe, check_same_start
 from mindspeed_cp.train.comparison import run_comparison
-from mindspeed_cp.train.launch import StopRequest
+from mindspeed_cp.train.failures import StopRequest
 from mindspeed_cp.train.micro_batch_loader import MicroBatchLoader, make_dispatcher
 from mindspeed_cp.train.model import TrainingModel, build_training_model
 from mindspeed_cp.train.output import RunWriter, check_tensorboard
@@ -47,10 +46,6 @@ def train(world: World) -> dict[str, Any] | None:
         PeerError: Another rank died.
     """
     settings = world.settings
-    if settings.context_parallel_suite.algorithm == AUTO:  # process groups depend on it, and exist already
-        raise ConfigError(
-            "context_parallel_suite.algorithm is 'auto': give mindspeed_cp.config.candidates.resolve_auto(settings)"
-        )
     check_tensorboard(settings)
     check_storage()
     files = RunFiles(Path(settings.output.folder))

@@ -39,8 +39,8 @@ class MicroBatch:
         batch: tokens, labels, loss_mask and position_ids, each [1, t].
         params: carries the row's plan to every layer.
         visible_pairs: visible (query, key) pairs of this rank's heads, over all layers.
-        planning_seconds: time in which this rank dispatched the global batch (counted in its first row), planned
-            the row.
+        planning_seconds: time in which this rank packed and dispatched the global batch (counted in its first row), and
+            planned the row.
         count: number of this replica's micro-batches in the global batch.
         dispatched, state: assignment of the global batch, and state of the data stream behind it.
     """
@@ -76,6 +76,7 @@ class MicroBatchLoader:
         self._plans = PlanCache(self._prepare)
         self._verifies = False  # this rank proves the plans of the row that is being made
         self._batch: tuple[list[PackedRow], DispatchedBatch]  # the one whose micro-batches are being made
+        self._began = 0.0  # when the work for the next micro-batch began
         self._micro_batches = self._generate()
         self._executor = ThreadPoolExecutor(1, "mindspeed-cp-batches")
         self._pending: deque[Future[MicroBatch]] = deque()
@@ -97,9 +98,11 @@ class MicroBatchLoader:
 
     def _generate(self) -> Iterator[MicroBatch]:
         while True:
+            self._began = time.perf_counter()
             self._batch = self._stream.next_batch(self._rows, self._dispatcher)
             for row in self._batch[0]:
                 yield self._make(row)
+                self._began = time.perf_counter()
 
     def _prepare(self, plan: Plan) -> None:
         """Prove a new plan, where it is this rank's turn, and prepare the engine for it."""
@@ -128,9 +131,8 @@ class MicroBatchLoader:
     def _make(self, row: PackedRow) -> MicroBatch:
         world, (rows, dispatched) = self._world, self._batch
         _, rank = world.plan_ranks(dispatched.pooled)
-        began = time.perf_counter()
         plans = self._planned(row)
-        planning_seconds = time.perf_counter() - began + (dispatched.dispatch_seconds if row is rows[0] else 0.0)
+        planning_seconds = time.perf_counter() - self._began
         batch, params = planned_batch(
             {"tokens": row.tokens, "labels": row.labels, "loss_mask": row.loss_mask},
             list(plans.values()),

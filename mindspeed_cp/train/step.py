@@ -18,7 +18,7 @@ from mindspeed_cp.megatron import loss_function, megatron_imports
 from mindspeed_cp.megatron.adaptors.loss import REPORT_KEY
 from mindspeed_cp.schema.messages import name_ranks
 from mindspeed_cp.train.checks import BadStepPolicy, QueueProbe, check_assignment
-from mindspeed_cp.train.launch import StopRequest
+from mindspeed_cp.train.failures import StopRequest
 from mindspeed_cp.train.micro_batch_loader import MicroBatch
 from mindspeed_cp.train.model import TrainingModel
 from mindspeed_cp.train.world import World
@@ -27,10 +27,8 @@ with megatron_imports():
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-#: Fields of MicroBatch that a step adds up.
-_SUMMED_FIELDS = ("visible_pairs", "planning_seconds")
 #: Columns of the table that ranks gather in a step, one row for each rank.
-_COLUMNS = ("loss", "counted", *_SUMMED_FIELDS, "waiting_seconds", "stop", "gradient")
+_COLUMNS = ("loss", "counted", "visible_pairs", "planning_seconds", "waiting_seconds", "stop", "gradient")
 
 
 @dataclass(frozen=True)
@@ -132,7 +130,7 @@ def forward_backward(
     queue.check(step)  # before ranks wait for each other on the host
     is_asked_to_stop = float(stop_request.reason is not None)
     norm = _gradient_norm(training.ddp_model)
-    table = world.gather([loss, counted, *feed.sums.values(), feed.waiting_seconds, is_asked_to_stop, norm])
+    table = world.gather([loss, counted, *feed.sums, is_asked_to_stop, norm])
     ranks = dict(zip(_COLUMNS, table.unbind(1), strict=True))
     nonfinite = _nonfinite(ranks["loss"], "the loss") or _nonfinite(ranks["gradient"], "the gradient's norm")
     if nonfinite is None and attention_check is not None:
@@ -184,13 +182,12 @@ class _MicroBatchFeed:
     Attributes:
         micro_batches: their number on this replica.
         dispatched, state: those of their global batch.
-        sums: sums of _SUMMED_FIELDS, by name.
-        waiting_seconds: time spent waiting for them.
+        sums: of their visible pairs, of the seconds in which they were planned, and of those spent waiting for them.
     """
 
     def __init__(self, batches: Iterator[MicroBatch], check: AttentionCheck | None = None) -> None:
         self._batches, self._check = batches, check
-        self.sums, self.waiting_seconds = dict.fromkeys(_SUMMED_FIELDS, 0.0), 0.0
+        self.sums = [0.0, 0.0, 0.0]
         first = self._take()
         self.micro_batches, self.dispatched, self.state = first.count, first.dispatched, first.state
         self._first: MicroBatch | None = first
@@ -204,14 +201,13 @@ class _MicroBatchFeed:
         if self._check is not None and self._check.watches(self._taken, self.micro_batches):
             micro.params.attention_check = self._check
         self._taken += 1
-        for name in _SUMMED_FIELDS:
-            self.sums[name] += getattr(micro, name)
         return micro
 
     def _take(self) -> MicroBatch:
         began = time.perf_counter()
         micro = next(self._batches)
-        self.waiting_seconds += time.perf_counter() - began
+        added = (micro.visible_pairs, micro.planning_seconds, time.perf_counter() - began)
+        self.sums = [total + more for total, more in zip(self.sums, added, strict=True)]
         return micro
 
 

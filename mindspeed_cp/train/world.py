@@ -36,7 +36,7 @@ from mindspeed_cp.megatron.patches.compat import replaced
 from mindspeed_cp.ops.attention.backends import check_npu_profile
 from mindspeed_cp.ops.host_memory import keep_freed_memory
 from mindspeed_cp.plan import Topology
-from mindspeed_cp.train.launch import is_lost_rank_error
+from mindspeed_cp.train.failures import is_lost_rank_error
 
 with megatron_imports():
     from megatron.core import parallel_state

@@ -11,7 +11,8 @@ from mindspeed_cp.comm import GroupTransport, Transfer
 from mindspeed_cp.comm.group_transport import _PendingWork
 from mindspeed_cp.device import npu_errors
 from mindspeed_cp.errors import OperatorError, PeerError
-from mindspeed_cp.train.launch import _ABORTED, FAILED, classify_error, is_lost_rank_error, is_out_of_memory
+from mindspeed_cp.train.failures import FAILED, classify_error, is_lost_rank_error, is_out_of_memory
+from mindspeed_cp.train.launch import _ABORTED
 
 REFUSED = """npu_fusion_attention_common:../third_party/op-plugin/op_plugin/ops/opapi/FlashAttentionV2KernelNpuOpApi.cpp:907 \
 NPU function error: call aclnnFlashAttentionVarLenScoreV2 failed, error code is 161002

@@ -7,7 +7,7 @@ import torch
 
 from mindspeed_cp.errors import OperatorError
 from mindspeed_cp.train.checks import QueueProbe
-from mindspeed_cp.train.launch import FAILED, classify_error
+from mindspeed_cp.train.failures import FAILED, classify_error
 from tests.host_cann import task_queue
 
 DEVICE = torch.device("npu", 0)

@@ -15,7 +15,8 @@ from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.device import open_files
 from mindspeed_cp.errors import ConfigError, DivergenceError, PeerError, PlanError
 from mindspeed_cp.train import launch
-from mindspeed_cp.train.launch import Failure, classify_error, is_lost_rank_error, name_lost_ranks, verdict
+from mindspeed_cp.train.failures import classify_error, is_lost_rank_error
+from mindspeed_cp.train.launch import Failure, name_lost_ranks, verdict
 from mindspeed_cp.train.world import World
 
 

@@ -13,7 +13,7 @@ import pytest
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.train import launch
-from mindspeed_cp.train.launch import StopRequest
+from mindspeed_cp.train.failures import StopRequest
 from tests.ports import free_port
 from tests.train.fresh_ranks import FreshRanks
 from tests.train.runs import COMMAND, Run, write
