@@ -157,13 +157,19 @@ def megatron(tp: int = 1, cp: int = 1, ep: int = 1, pp: int = 1) -> Iterator[Non
             destroy_groups()
 
 
-def destroy_groups() -> None:
-    """End Megatron's groups, and forget the last model's losses of experts, which Megatron keeps by layer; 0.12 forgets to
-    forget who was in the groups of the embeddings."""
-    parallel_state.destroy_model_parallel()
+def forget_losses() -> None:
+    """Forget the last model's losses of experts, which Megatron keeps for as many layers as that had, and of later
+    tokens."""
     for module in (moe_utils, parallel_state):  # in 0.12 the latter has them
         getattr(module, "get_moe_layer_wise_logging_tracker", dict)().clear()
     getattr(sys.modules.get(f"{moe_utils.__package__}.moe_logging"), "destroy_moe_metrics_tracker", dict)()  # 0.19
+    MTPLossLoggingHelper.tracker.clear()
+
+
+def destroy_groups() -> None:
+    """End Megatron's groups; 0.12 forgets to forget who was in the groups of the embeddings."""
+    parallel_state.destroy_model_parallel()
+    forget_losses()
     for name in ("_EMBEDDING_GLOBAL_RANKS", "_POSITION_EMBEDDING_GLOBAL_RANKS"):
         if hasattr(parallel_state, name):
             setattr(parallel_state, name, None)
@@ -317,7 +323,7 @@ def planned(case: Case, tp: int = 1, cp: int = 1, ep: int = 1) -> Outcome:
     own_batches = range(
         parallel_state.get_data_parallel_rank(), len(case.batches), parallel_state.get_data_parallel_world_size()
     )
-    MTPLossLoggingHelper.tracker.clear()  # of other models
+    forget_losses()
     # A backward pass of an earlier test, without Megatron's schedule, leaves a scale of another shape.
     moe_utils.MoEAuxLossAutoScaler.main_loss_backward_scale = None
     norms = []
