@@ -10,7 +10,7 @@
               split heads of the longest over nodes        NodeLoads
               cut long ones over the fewest ranks          fill_fewest, water_fill
               short ones whole to the emptiest rank        NodeRoom
-              level the shares of cut ones                 DocumentPlacer._levelled
+              level the shares, hand documents on          repair_placement
             PlacementModel.score(placement)              estimate.py: seconds of each rank, both directions
             twice, if ranks wait longer than others:     place anew, late ranks with less work; score
           until one is within 1 % of the bound
