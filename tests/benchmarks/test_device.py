@@ -64,7 +64,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA d
     [
         (engine, "--virtual-ranks 3", "--virtual-ranks is 3; valid: a divisor of --heads 32"),
         (engine, "--device cuda", "only together with --virtual-ranks"),
-        (engine, "--virtual-ranks 2 --lengths nowhere", "unknown length set"),
+        (engine, "--virtual-ranks 2 --lengths nowhere", "no such set or file"),
         pytest.param(engine, "--device cuda --virtual-ranks 8", "--device cuda: no CUDA device", marks=NO_GPU),
         pytest.param(kernels, "", "--device cuda: no CUDA device", marks=NO_GPU),
     ],
