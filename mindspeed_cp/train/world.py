@@ -177,13 +177,12 @@ def join_ranks(
             stack.push(_destroy_groups)
         stack.callback(parallel_state.destroy_model_parallel)
         stack.enter_context(megatron_on(device))
-        with megatron_groups_with(library, options):
+        with megatron_groups_with(timeout, library, options):
             parallel_state.initialize_model_parallel(
                 tensor_model_parallel_size=train.tensor_model_parallel_size,
                 context_parallel_size=cp,
                 expert_model_parallel_size=train.expert_model_parallel_size,
                 expert_tensor_parallel_size=EXPERT_TENSOR_PARALLEL if settings.model.num_moe_experts else None,
-                distributed_timeout_minutes=timeout.total_seconds() / 60,
             )
         if device.type != "cpu" and cp > 1 and suite.uses_directional_groups:
             open_directional_groups(parallel_state.get_context_parallel_group(), device, timeout)
@@ -277,12 +276,13 @@ def _destroy_groups(kind: type[BaseException] | None, error: BaseException | Non
 
 
 @contextmanager
-def megatron_groups_with(library: str, options: Mapping[str, int]) -> Iterator[None]:
-    """Give Megatron's groups on devices these options within the block, as for process_group_options; its own options
-    of a group are NCCL's."""
+def megatron_groups_with(timeout: timedelta, library: str, options: Mapping[str, int]) -> Iterator[None]:
+    """Give all of Megatron's groups within the block this time-out, where it leaves some at 30 minutes, and those on
+    devices these options, as for process_group_options; its own options of a group are NCCL's."""
     create = parallel_state.create_group
 
     def create_with_options(*arguments: Any, **named: Any) -> Any:
+        named["timeout"] = timeout
         if options and named.get("backend") != "gloo":
             # New options for each group, as torch writes the name of the group into them.
             named["pg_options"] = process_group_options(library, options)
