@@ -2,14 +2,13 @@
 
     python -m benchmarks.bf16_error [--ranks 2 8 16] [--tokens 2000] [--algorithms ring direct] [--masks causal full]
         [--seeds 2] [--backend cpu|cuda|npu|npu-fp16|npu-fp32] [--kernel auto|flash|tiles] [--round-weights]
-        [--arithmetic auto|bf16|fp32] [--reduce-dtype float32|bfloat16]
+        [--reduce-dtype float32|bfloat16]
 
 The inputs are random and rounded to bf16; the reference is dense attention in fp64 of the same inputs. A figure is the
 L2 error over that of one rank, for out, dq, dk and dv: root mean squares over the seeds. 1.00 means that the ranks add
 nothing to the rounding of the inputs of each product and of the result. All ranks run in this process, on one device.
 
-A CPU without instructions for bf16 computes in fp32 (--arithmetic fp32); one that has them computes in bf16 what no
-other call adds to, and large backward calls (--arithmetic bf16). auto: what this CPU does.
+--backend cpu computes in fp32.
 
 --backend npu runs the npu backend over the tests' stand-in for CANN's operators, whose arithmetic is in fp32 and which
 rounds the result of each call. With --round-weights it also rounds weights and gradients of scores to the type of the
@@ -31,7 +30,6 @@ import torch
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
 from mindspeed_cp.algorithms import ALGORITHMS
 from mindspeed_cp.engine import attend_all_ranks
-from mindspeed_cp.ops.attention.cpu import lowering
 from mindspeed_cp.ops.attention.cuda.backend import KERNELS, CudaAttention
 from mindspeed_cp.ops.attention.reference import dense_packed_attention
 from mindspeed_cp.plan.program import REDUCE_BYTES
@@ -180,12 +178,9 @@ def main() -> None:
     parser.add_argument(
         "--round-weights", action="store_true", help="npu: round operands of second products, as devices do"
     )
-    parser.add_argument("--arithmetic", choices=("auto", "bf16", "fp32"), default="auto", help="of the CPU's kernels")
     parser.add_argument("--reduce-dtype", choices=REDUCE_BYTES, default="float32", help="of gradients that travel")
     arguments = parser.parse_args()
     options = {"reduce_dtype": arguments.reduce_dtype}
-    if arguments.arithmetic != "auto":
-        lowering.computes_in = lambda dtype: arguments.arithmetic == "bf16"  # type: ignore[assignment]
     if arguments.round_weights and not arguments.backend.startswith("npu"):
         parser.error("--round-weights is of the npu backends; valid: with --backend npu, npu-fp16 or npu-fp32")
     if arguments.kernel and arguments.backend != "cuda":

@@ -30,7 +30,6 @@ from benchmarks.virtual_ranks import IdealWork, add_arguments, report
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology, build_plan, context_parallel_attention
 from mindspeed_cp.cli.lengths import draw_batches
 from mindspeed_cp.engine import prepare
-from mindspeed_cp.ops.host_memory import keep_freed_memory
 
 HEADS, DIM = 8, 64
 HOST_RING = 8  # ranks of the ring whose host time is measured
@@ -64,7 +63,6 @@ def barrier_to_barrier(run: Callable[[], object]) -> float:
 
 
 def worker(rank: int, folder: str, ranks: int, cases: dict[str, list[int]], repeat: int) -> None:
-    keep_freed_memory()
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)

@@ -174,9 +174,8 @@ class IsolatedRank:
         """Yield the calls of each step and slot, its keys and values, its filled rows, and their tokens."""
         plan, device = self._plan, self._q.device
         program = getattr(plan, direction)
-        lower = self._backend.lower_forward if direction == "forward" else self._backend.lower_backward
         contents = program.contents_of(self._rank)
-        lowered = lower(self._tiles[direction], len(self._q), plan.attention, self._q.dtype)
+        lowered = self._backend.lower(direction, self._tiles[direction], len(self._q), plan.attention, self._q.dtype)
         for (step, slot), calls in lowered.items():
             rows, tokens = [], []
             for content in contents[(contents["step"] == step) & (contents["slot"] == slot)]:

@@ -66,8 +66,8 @@ class AttentionWork:
         if calls is None:
             tiles = document_tiles(documents, attention)
             calls = [
-                lower(tiles, documents.tokens, attention, torch.bfloat16)[0, 0]
-                for lower in (backend.lower_forward, backend.lower_backward)
+                backend.lower(direction, tiles, documents.tokens, attention, torch.bfloat16)[0, 0]
+                for direction in ("forward", "backward")
             ]
         self.calls = list(calls)
         heads = Heads.all(attention)

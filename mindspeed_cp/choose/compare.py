@@ -16,7 +16,7 @@ from mindspeed_cp.cluster import Cluster, ComputeCost, LayerCost
 from mindspeed_cp.cluster.compute import balanced_lower_bound
 from mindspeed_cp.errors import ConfigError, PlanError
 from mindspeed_cp.layout import Documents
-from mindspeed_cp.plan import AttentionConfig, Topology
+from mindspeed_cp.plan import AttentionConfig, Plan, Topology
 from mindspeed_cp.simulate.simulator import simulate_plan
 from mindspeed_cp.simulate.timeline import Timeline, waiting_causes
 
@@ -196,9 +196,21 @@ def _simulate(
     return AlgorithmResult(candidate, metrics, timelines[0])
 
 
+def idle_ranks_note(plan: Plan) -> list[str]:
+    """Return a note if ranks of a plan compute no heads, else nothing."""
+    idle = int((plan.q_layout_compute.head_counts(plan.attention.heads) == 0).sum())
+    text = (
+        f"{plan.algorithm}: {plan.attention.heads} heads are fewer than {plan.ranks} ranks: {idle} of these "
+        f"compute{'s' * (idle == 1)} nothing; hybrid with --set ulysses_degree=... of at most the number of heads "
+        "keeps all of them busy"
+    )
+    return [text] if idle else []
+
+
 def _notes(case: SimulationCase, results: Sequence[AlgorithmResult]) -> tuple[str, ...]:
     notes, ranks, cluster = list(case.notes), case.topology.ranks, case.cluster
     for result in results:
+        notes += idle_ranks_note(result.timeline.plan)
         if result.metrics.memory > cluster.memory:
             notes.append(
                 f"{result.name} holds {result.metrics.memory / 2**30:,.1f} GiB for attention alone on its fullest "

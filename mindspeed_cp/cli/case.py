@@ -28,12 +28,13 @@ from mindspeed_cp.schema.yaml_file import SettingsFile, parse_settings, read_set
 BUILT_IN = """
 model: {{num_attention_heads: 32, kv_channels: 128}}
 train: {{bf16: true}}
-context_parallel_suite: {{context_parallel_size: {ranks}, cluster: {cluster}}}
+context_parallel_suite: {{context_parallel_size: {ranks}, cluster: {cluster}, nodes: {nodes}}}
 """
 
 DTYPES = ("bf16", "fp32")
 MAX_SAMPLE_ROWS = 8  # default for the rows of a training's first global batch
 TOKENS_PER_RANK = 4096  # default for drawn batches
+TOKENS_WITHOUT_REMARK = 32768  # for each rank, in a list that is one batch
 LENGTH_SAMPLE = 4096  # documents of a distribution by which the number of documents in a batch is estimated
 
 
@@ -168,13 +169,15 @@ def _read_settings_file(options: SimulateOptions) -> SettingsFile:
     """Return the settings with the options; without a file a node of the cluster, and 8 key/value heads if they divide
     the heads."""
     cluster = load_cluster(DEFAULT_CLUSTER if options.cluster is None else options.cluster)  # refuses ""
-    devices = cluster.ranks_per_node
-    file = read_options(options, BUILT_IN.format(ranks=devices, cluster=DEFAULT_CLUSTER))
+    devices, nodes = cluster.ranks_per_node, 1
+    if options.ranks is not None and not options.ranks % devices:
+        nodes = options.ranks // devices
+    file = read_options(options, BUILT_IN.format(ranks=devices * nodes, cluster=DEFAULT_CLUSTER, nodes=nodes))
     if options.config is not None:
         return file
     settings = make_settings(file)
     if 1 < (tensor_ranks := settings.train.tensor_model_parallel_size) <= devices:  # they share the node
-        file = read_options(options, BUILT_IN.format(ranks=devices // tensor_ranks, cluster=DEFAULT_CLUSTER))
+        file = read_options(options, BUILT_IN.format(ranks=devices // tensor_ranks, cluster=DEFAULT_CLUSTER, nodes=1))
     if not settings.model.num_attention_heads % 8 and "model.num_query_groups" not in file.lines:
         file = with_value(file, "model.num_query_groups", 8)
     return file
@@ -212,6 +215,8 @@ def _notes(options: SimulateOptions, settings: Settings, topology: Topology) -> 
             f"{model.window_layers} of {model.num_layers} layers have a window; simulated is a layer "
             f"{'with' if with_window else 'without'} one"
         )
+    if model.recompute_granularity is not None:
+        notes.append("forwards that are recomputed are not simulated")
     if model.expert_layers:
         notes.append("experts are counted as a dense FFN of the weights that a token visits, without their all-to-all")
     if topology.cluster is None:
@@ -258,7 +263,11 @@ def read_batches(options: SimulateOptions, ranks: int, settings: Settings | None
     text = shortened(options.lengths, SHOWN)
     if listed is not None and not drawing:
         _check_size(f"--lengths {text}", listed, ranks)
-        return (Documents(listed),), f"the documents of --lengths {text}"
+        total = int(listed.sum())
+        whole = f"the documents of --lengths {text}, as one batch of {total:,} tokens"
+        if total > (TOKENS_WITHOUT_REMARK * ranks if settings is None else settings.data.seq_length):
+            whole += " (with --batches 8 --tokens-per-rank N: batches drawn from them)"
+        return (Documents(listed),), whole
     if settings is not None and options.tokens_per_rank is None:
         tokens, source = settings.data.seq_length, "data.seq_length"
     else:

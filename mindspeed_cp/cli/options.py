@@ -64,7 +64,9 @@ class CaseOptions:
         int | None,
         typer.Option("--ranks", "--cp", min=1, help="Context-parallel ranks of all nodes. Default: of the settings."),
     ] = None
-    nodes: Annotated[int | None, typer.Option(min=1, help="Nodes. Default: of the settings, or 1.")] = None
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Nodes. Default: of the settings, or what the ranks fill.")
+    ] = None
     ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Ranks of a node. Default: of the settings.")] = None
     heads: Annotated[int | None, _size("Query heads")] = None
     kv_heads: Annotated[int | None, _size("Key/value heads")] = None

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 
 from mindspeed_cp.algorithms import AUTO, build_plan
+from mindspeed_cp.choose.compare import idle_ranks_note
 from mindspeed_cp.cli.case import (
     balance_notes,
     check_lengths_given,
@@ -53,13 +54,7 @@ def run(options: PlanOptions) -> int:
     layer = layer_cost(file, settings, attention)
     modelled = modelled_time(plan, attention, layer, simulation_limit(plan.documents.lengths, plan.ranks))
     notes = balance_notes(settings, "shown is the plan of one replica's row")
-    idle = int((plan.q_layout_compute.head_counts(plan.attention.heads) == 0).sum())
-    if idle:
-        notes.append(
-            f"{plan.attention.heads} heads are fewer than {plan.ranks} ranks: {idle} of these "
-            f"compute{'s' * (idle == 1)} nothing; hybrid with --set ulysses_degree=... of at most the number of heads "
-            "keeps all of them busy"
-        )
+    notes += idle_ranks_note(plan)
     if options.verify:
         verify_plan(plan)
     summary = PlanSummary(plan, 2 if settings.train.bf16 else 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -42,8 +43,11 @@ MEGATRON_ALGORITHM = "p2p"
 #: Training script that builds its layers from --spec.
 SCRIPT_WITH_SPEC = "pretrain_gpt.py"
 
-#: Processes of a node, for torchrun.
-_PROCESS_FLAGS = ("--nproc_per_node", "--nproc-per-node")
+#: Processes of a node, and nodes, for torchrun.
+_PROCESS_FLAGS, _NODE_FLAGS = ("--nproc_per_node", "--nproc-per-node"), ("--nnodes",)
+
+#: Kinds of parallelism whose ranks hold one replica.
+REPLICA = ("tensor-model", "pipeline-model", "context")
 
 _SCRIPT_LINES = "three to five lines of it: arguments, model provider and forward step (docs/megatron.md)"
 _SCRIPT_REASON = "it takes --cp-plan and the plans from mindspeed_cp.megatron.pretrain"
@@ -274,7 +278,15 @@ class _Work:
 
     def _add_nodes(self, launcher: Sequence[str]) -> None:
         """Set `nodes` if a group spans several: ranks are numbered tensor-parallel first, then context-parallel."""
-        _, flags = read_flags(launcher, dict.fromkeys(_PROCESS_FLAGS, 1))
+        _, flags = read_flags(launcher, dict.fromkeys((*_PROCESS_FLAGS, *_NODE_FLAGS), 1))
+        of_torchrun = Given({flag.name.replace("_", "-"): flag.values for flag in flags})
+        started = [of_torchrun.number(name, 0) or 0 for name in ("--nnodes", "--nproc-per-node")]
+        replica = [self.given.number(f"--{kind}-parallel-size", 1) or 0 for kind in REPLICA]
+        if all(started) and all(replica) and prod(started) % prod(replica):
+            product = " x ".join(f"{kind} {size}" for kind, size in zip(REPLICA, replica, strict=True))
+            reason = f"{product} = {prod(replica)} ranks, which do not divide the {prod(started)} of the launch"
+            became = "give sizes whose product divides the ranks of the launch; Megatron refuses these"
+            self.changes.append(Change("torchrun", Outcome.BY_HAND, became, reason))
         flag = next((flag for flag in reversed(flags) if flag.name in _PROCESS_FLAGS), None)
         sizes = ("--context-parallel-size", "--tensor-model-parallel-size")
         ranks, tensor_ranks = (self.given.number(name, 1) for name in sizes)

@@ -170,8 +170,7 @@ def attention_call(
     rows, key_rows = queries * sequences, keys * sequences
     q, dout = random(rows, heads, dim), random(rows, heads, dim)
     k, v = random(key_rows, kv, dim), random(key_rows, kv, dim)
-    forward = runner.lower_forward(tiles, rows, config, sizes.dtype)[0, 0]
-    backward = runner.lower_backward(tiles, rows, config, sizes.dtype)[0, 0]
+    forward, backward = (runner.lower(x, tiles, rows, config, sizes.dtype)[0, 0] for x in ("forward", "backward"))
     flops = 4.0 * pairs * heads * dim * (1.0 + ATTENTION_BACKWARD)
 
     def run_forward() -> ForwardState:

@@ -96,13 +96,13 @@ def build_rank_schedule(
         device: device of the tensors and of the row numbers.
     """
     program: Program = getattr(plan, direction)
-    lower = backend.lower_forward if direction == "forward" else backend.lower_backward
     tiles, rows = program.tiles(rank), int(plan.q_layout_compute.token_counts[rank])
     rows_read: dict[tuple[int, int], RowIndex] = {}
     if plan.attention.latent is not None:
         tiles, runs_read = number_keys_read(tiles)
         rows_read = {where: as_row_index(first, count, device) for where, (first, count) in runs_read.items()}
-    lowered = lower(tiles, rows, plan.attention if with_dropout else replace(plan.attention, dropout=0.0), dtype)
+    attention = plan.attention if with_dropout else replace(plan.attention, dropout=0.0)
+    lowered = backend.lower(direction, tiles, rows, attention, dtype)
     slots = range(program.capacity.shape[1])
     p2p_ops, wait_for = _p2p_ops(program, rank, device)
     steps = [

@@ -79,7 +79,8 @@ def comparison_figure(comparison: Comparison, shown: Sequence[AlgorithmResult] |
     longest = max(result.timeline.total for result in drawn)
     bound = comparison.bound if len(case.batches) == 1 else None
     for panel, result, rows in zip(axes[1:], drawn, ranks, strict=True):
-        _draw_timeline(panel, result.timeline, result.name, rows, longest, bound)
+        name = result.name + ", the first batch" * bool(several)
+        _draw_timeline(panel, result.timeline, name, rows, longest, bound)
     return axes[0].get_figure(root=True)  # type: ignore[return-value]
 
 

@@ -34,7 +34,6 @@ from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.megatron import megatron_imports, megatron_on
 from mindspeed_cp.megatron.patches.compat import replaced
 from mindspeed_cp.ops.attention.backends import check_npu_profile
-from mindspeed_cp.ops.host_memory import keep_freed_memory
 from mindspeed_cp.plan import Topology
 from mindspeed_cp.train.failures import is_lost_rank_error
 
@@ -153,8 +152,6 @@ def join_ranks(
     if train.deterministic_mode:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when a GPU is opened; else cuBLAS refuses
     device = pick_device(train.device, local_rank, local_size)
-    if device.type == "cpu":
-        keep_freed_memory()
     if device.type == "npu" and suite.npu_profile is not None:
         check_npu_profile(suite.npu_profile)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -141,22 +141,18 @@ class AttentionBackend(Protocol):
         """Raise ConfigError if the kernels do not run on this device or lack a package. Called before any message is
         sent."""
 
-    def lower_forward(
-        self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype
+    def lower(
+        self, direction: str, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype
     ) -> LoweredCalls:
-        """Return the kernel calls of the forward.
+        """Return the kernel calls of a direction.
 
         Args:
+            direction: "forward" or "backward".
             tiles: records of dtype TILE in execution order.
             rows: number of the rank's queries.
             attention: configuration of the layer.
             dtype: type of q, k and v.
         """
-
-    def lower_backward(
-        self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype
-    ) -> LoweredCalls:
-        """Return the kernel calls of the backward; arguments as for lower_forward."""
 
     def prepare(self, calls: Sequence[Any], attention: AttentionConfig, heads: Heads, device: torch.device) -> None:
         """Build the device tensors that the calls need ahead of the first layer that runs them."""

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.ops.torch_release import torch_release
 from mindspeed_cp.plan.problem import AttentionConfig
 
 
@@ -119,6 +118,6 @@ def multiply(x: Tensor, y: Tensor) -> Tensor:
     """
     if y.dtype == torch.float32 or x.device.type == "cpu":
         return x @ y.float()
-    if x.device.type == "cuda" and torch_release() >= (2, 8):
+    if x.device.type == "cuda" and torch.__version__ >= "2.8":
         return torch.mm(x.to(y.dtype), y, out_dtype=torch.float32)
     return x.to(y.dtype) @ y

@@ -168,7 +168,7 @@ def attention(
     runner, config, tiles, key = _checked(
         q, k, v, cu_seqlens_q, cu_seqlens_kv, mask, scale, window, alibi, dropout_p, dropout_key, backend
     )
-    calls = runner.lower_forward(tiles, len(q), config, q.dtype).get((0, 0), ())
+    calls = runner.lower("forward", tiles, len(q), config, q.dtype).get((0, 0), ())
     q, k, v = (_last_dim_contiguous(x) for x in (q, k, v))
     output = OutputAccumulator(q, v.shape[-1])
     state = ForwardState(q, output, Heads.all(config), key, {} if saved is None else saved)
@@ -228,7 +228,7 @@ def attention_backward(
             )
     q, k, v, out, dout = (_last_dim_contiguous(x) for x in (q, k, v, out, dout))
     dq, dk, dv = (GradientAccumulator(x) for x in (q, k, v))
-    calls = runner.lower_backward(tiles, len(q), config, q.dtype).get((0, 0), ())
+    calls = runner.lower("backward", tiles, len(q), config, q.dtype).get((0, 0), ())
     state = BackwardState(q, out, lse, dout, dq, Heads.all(config), key, saved or {})
     runner.backward(calls, config, state, k, v, dk, dv)
     return dq.fp32(), dk.fp32(), dv.fp32()

@@ -116,12 +116,15 @@ def test_lengths_are_those_of_the_file_or_drawn_from_it(tmp_path: Path) -> None:
     for name in ("a.txt", "a.npy"):
         problem, _ = read_case(SimulateOptions(lengths=str(tmp_path / name)))
         assert problem.batches[0].lengths.tolist() == [3000, 40, 900]
+        assert problem.source.endswith("as one batch of 3,940 tokens")
         drawn, _ = read_case(SimulateOptions(lengths=str(tmp_path / name), tokens_per_rank=1000, batches=3, seed=5))
         assert [batch.tokens for batch in drawn.batches] == [8000] * 3
         assert all(set(batch.lengths.tolist()[:-1]) <= {3000, 40, 900} for batch in drawn.batches)
         assert drawn.batches[0] != drawn.batches[1]
         again, _ = read_case(SimulateOptions(lengths=str(tmp_path / name), tokens_per_rank=1000, batches=2, seed=6))
         assert again.batches[0] == drawn.batches[1]
+    data_set, _ = read_case(SimulateOptions(lengths="200000,63000"))
+    assert data_set.source.endswith("263,000 tokens (with --batches 8 --tokens-per-rank N: batches drawn from them)")
     named, _ = read_case(SimulateOptions(lengths="prolong", cluster="a3", nodes=2, seed=3))
     assert named.batches[0].lengths.tolist() == sample_batch("prolong", 2 * 16 * 4096, 3).tolist()
 
@@ -168,18 +171,35 @@ def test_options_and_overrides_apply_with_and_without_a_settings_file() -> None:
     case, _ = read_case(SimulateOptions(lengths="700,30"))
     assert (case.attention.heads, case.attention.kv_heads, case.attention.head_dim) == (32, 8, 128)
     assert (case.topology.ranks, case.layer.hidden_size, case.sizes, case.notes) == (8, 4096, {}, ())
+    for cluster, nodes in (("a2", 4), ("a3", 2)):  # as many nodes as the ranks fill
+        case, _ = read_case(SimulateOptions(lengths="700,30", ranks=32, cluster=cluster))
+        assert (case.topology.ranks, case.topology.nodes) == (32, nodes)
 
 
 def test_notes_name_what_is_simulated_otherwise_than_it_trains(capsys: pytest.CaptureFixture[str]) -> None:
     overrides = ("data.balance=time", "model.window_size=[100, 0]", "model.window_attn_skip_freq=2")
     problem, _ = read_case(SimulateOptions(config=ROOT / "configs" / "ring.yaml", overrides=overrides))
     said = " / ".join(problem.notes)
-    assert "speeds are those of a2" in said and "data.balance" in said and "1 of 2 layers have a window" in said
+    assert (
+        "speeds are those of a2" in said
+        and "recomputed" not in said
+        and "data.balance" in said
+        and "1 of 2 layers have a window" in said
+    )
     assert problem.attention.window == (100, 0)
+    recomputing = ("model.recompute_granularity=selective",)
+    said = read_case(SimulateOptions(config=ROOT / "configs" / "ring.yaml", overrides=recomputing))[0].notes
+    assert "forwards that are recomputed are not simulated" in said
     moe = read_case(SimulateOptions(config=ROOT / "configs" / "moe.yaml"))[0]
     assert any("experts" in note for note in moe.notes)
     assert run(["simulate", str(ROOT / "configs" / "moe.yaml"), "--algorithms", "ring", "--batches", "1"]) == 0
     assert "note: experts" in capsys.readouterr().out
+
+
+def test_ranks_without_heads_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = ("--lengths", "700,30", "--heads", "6", "--head-dim", "64", "--algorithms", "ulysses,ring")
+    assert run(["simulate", *sizes]) == 0
+    assert "note: ulysses: 6 heads are fewer than 8 ranks: 2 of these compute nothing" in capsys.readouterr().out
 
 
 def test_names_with_options_become_algorithms() -> None:

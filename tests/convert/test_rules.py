@@ -26,6 +26,8 @@ from mindspeed_cp.convert.flag_table import (
     flag_of,
     read_flags,
 )
+from mindspeed_cp.convert.launch import Launch
+from mindspeed_cp.convert.translate import convert_launch
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.schema.unsupported import Unsupported, unsupported
 from tools.megatron_arguments import entries
@@ -40,6 +42,15 @@ def row_of(flag: str, *flags: str) -> Change:
     changes = convert_flags([*BASE, *flags]).changes
     (change,) = (change for change in changes if change.flag.split()[0].partition("=")[0] == flag)
     return change
+
+
+@pytest.mark.parametrize(("sizes", "ranks"), [((4, 1, 32), 128), ((4, 2, 3), 24), ((4, 2, 8), None), ((1, 1, 1), None)])
+def test_sizes_that_do_not_divide_the_launch_are_named(sizes: tuple[int, ...], ranks: int | None) -> None:
+    names = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size", "--context-parallel-size")
+    words = [word for name, size in zip(names, sizes, strict=True) for word in (name, str(size))]
+    launch = Launch(("torchrun", "--nnodes=8", "--nproc_per_node", "8"), "pretrain_gpt.py", tuple(words))
+    rows = [row.reason for row in convert_launch(launch).changes if row.flag == "torchrun"]
+    assert [f"= {ranks} ranks, which do not divide the 64 of the launch" in row for row in rows] == [True] * bool(ranks)
 
 
 @pytest.mark.parametrize("flag", ["--context-parallel-algo", "--cp-comm-type"])

@@ -44,7 +44,6 @@ def _in_a_world(rank: int, size: int, folder: str, function: Callable[..., Any],
     import torch
     import torch.distributed as dist
 
-    from mindspeed_cp.ops.torch_release import torch_release
     from tests.gloo import share_event_loop
     from tests.megatron.gpt import collect_garbage
 
@@ -54,7 +53,7 @@ def _in_a_world(rank: int, size: int, folder: str, function: Callable[..., Any],
     try:
         return function(rank, None, *args)
     finally:
-        if torch_release() < (2, 9):
+        if torch.__version__ < "2.9":
             # The group's destructor waits for gloo's thread, with the interpreter's lock held (py-spy, torch 2.7.1). If
             # that thread still has the last operation, whose tensors need the lock, both wait for ever.
             time.sleep(0.1)

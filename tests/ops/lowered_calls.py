@@ -176,9 +176,9 @@ def run(drawn: Drawn, operator: DescribingOperator) -> None:
 
 def _lowered(drawn: Drawn, program: Program) -> dict[tuple[int, int], list[Any]]:
     tiles, rows = program.tiles(drawn.rank), int(drawn.plan.q_layout_compute.token_counts[drawn.rank])
-    lower = drawn.backend.lower_forward if program is drawn.plan.forward else drawn.backend.lower_backward
+    direction = "forward" if program is drawn.plan.forward else "backward"
     try:
-        return lower(tiles, rows, drawn.plan.attention, drawn.dtype)
+        return drawn.backend.lower(direction, tiles, rows, drawn.plan.attention, drawn.dtype)
     except ConfigError as error:
         assert "use more context-parallel ranks" in str(error)
         return {}

@@ -236,14 +236,6 @@ def test_the_operator_leaves_no_graph():
     assert not out.requires_grad and not lse.requires_grad
 
 
-def test_keeping_freed_memory_says_whether_it_took_effect():
-    import platform
-
-    from mindspeed_cp.ops.host_memory import keep_freed_memory
-
-    assert keep_freed_memory() is (platform.libc_ver()[0] == "glibc")
-
-
 def test_types_that_the_kernel_does_not_have_are_refused():
     with pytest.raises(
         ConfigError, match=r"dtype is torch.float64; the cpu backend supports float32, bfloat16, float16"

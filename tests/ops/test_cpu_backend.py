@@ -24,7 +24,7 @@ from mindspeed_cp.ops.attention import (
 )
 from mindspeed_cp.ops.attention.contract import AttentionBackend
 from mindspeed_cp.ops.attention.cpu.distance_masks import CACHED_REACH
-from mindspeed_cp.ops.attention.cpu.lowering import Upcasts, lower_to_kernel_calls
+from mindspeed_cp.ops.attention.cpu.lowering import lower_to_kernel_calls
 from mindspeed_cp.ops.attention.head_groups import uniform_head_groups
 from mindspeed_cp.plan import FULL, TILE
 from mindspeed_cp.plan.tiles import tiles_between
@@ -43,20 +43,18 @@ def run(attention, tiles, heads, q, k, v, dout, slots, strip_rows=64, key=KEY):
         strip_rows: of small tiles that are cut.
     """
 
-    def lowered(direction):
-        with strips_of(strip_rows):
-            return lower_to_kernel_calls(tiles, attention, Upcasts.of(direction, attention, q.dtype))
-
+    with strips_of(strip_rows):
+        lowered = lower_to_kernel_calls(tiles, attention)
     key = key if attention.dropout else None
     q_heads, theirs = (slice(*x) for x in (heads.q, heads.kv))
     q, dout, k, v = q[:, q_heads], dout[:, q_heads], k[:, theirs], v[:, theirs]
     output = NanOutput(q, v.shape[2], stores_all_rows(tiles, len(q)))  # what is stored first needs no zeros
     state = ForwardState(q, output, heads, key)
-    for place, calls in lowered("forward").items():
+    for place, calls in lowered.items():
         CPU.forward(calls, attention, state, k[slots[place]], v[slots[place]])
     dq, dk, dv = (GradientAccumulator(x) for x in (q, k, v))
     back = BackwardState(q, *output.result(q.dtype), dout, dq, heads, key)
-    for place, calls in lowered("backward").items():
+    for place, calls in lowered.items():
         parts = [GradientAccumulator(x[slots[place]]) for x in (k, v)]
         CPU.backward(calls, attention, back, k[slots[place]], v[slots[place]], *parts)
         for total, part in zip((dk, dv), parts, strict=True):

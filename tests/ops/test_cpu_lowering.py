@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -20,7 +19,6 @@ from mindspeed_cp.ops.attention.cpu.lowering import (
     KernelCall,
     MaskKind,
     TileRegion,
-    Upcasts,
     _mask_kind,
     lower_to_kernel_calls,
 )
@@ -28,7 +26,6 @@ from mindspeed_cp.plan import CAUSAL, FULL, TILE, UNLIMITED
 from mindspeed_cp.plan.tiles import tiles_between
 
 U = UNLIMITED
-NATIVE_BF16 = {direction: Upcasts(direction == "backward", True, False) for direction in ("forward", "backward")}
 PLAIN = AttentionConfig(8, 8, 64)
 
 
@@ -107,7 +104,7 @@ def test_calls_hold_every_visible_pair_of_a_slot_once(problem: Any, rows: int) -
     sees = (q_doc[:, None] == k_doc) & (away <= left) & (away >= -right)
     count, written = np.zeros(sees.shape, int), np.zeros(len(q_doc), bool)
     with strips_of(rows):
-        calls = lower_to_kernel_calls(tiles, attention, NATIVE_BF16["forward"]).get((0, 0), [])
+        calls = lower_to_kernel_calls(tiles, attention).get((0, 0), [])
     for call in calls:
         part, distance = sees[call.q, call.k], away[call.q, call.k]
         assert part.shape == (call.rows, call.keys) and part.any(1).all()
@@ -143,9 +140,9 @@ def test_plain_tiles_are_one_call_and_the_first_on_its_rows_stores() -> None:
     tiles = np.concatenate(
         [tile(0, 2000, 0, 2000, CAUSAL), tile(2000, 90, 2000, 90, CAUSAL), tile(0, 2000, 0, 80, FULL, 1, 1)]
     )
-    calls = lower_to_kernel_calls(tiles, PLAIN, NATIVE_BF16["forward"])
+    calls = lower_to_kernel_calls(tiles, PLAIN)
     assert [(c.kind, c.stores) for c in calls[0, 0]] == [(MaskKind.CAUSAL, True)] * 2
-    assert calls[1, 1] == [KernelCall(slice(0, 2000), slice(0, 80), MaskKind.PLAIN, stores=False, upcast=True)]
+    assert calls[1, 1] == [KernelCall(slice(0, 2000), slice(0, 80), MaskKind.PLAIN, stores=False)]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +151,7 @@ def test_plain_tiles_are_one_call_and_the_first_on_its_rows_stores() -> None:
 def test_a_causal_rectangle_is_one_call_while_it_is_small(rows: int, kinds: list[MaskKind]) -> None:
     """Of joined runs too, whose first positions say nothing about the others."""
     tiles = tile(0, rows, 0, rows + 500, CAUSAL, q_pos=7, k_pos=3)
-    (calls,) = lower_to_kernel_calls(tiles, PLAIN, NATIVE_BF16["forward"]).values()
+    (calls,) = lower_to_kernel_calls(tiles, PLAIN).values()
     assert [c.kind for c in calls] == kinds
     assert calls[-1].q_pos - calls[-1].k_pos == (500 if len(calls) == 1 else 0)
 
@@ -164,44 +161,13 @@ def test_a_window_is_few_calls_that_compute_little_in_vain(width: int) -> None:
     attention, documents = AttentionConfig(8, 8, 64, window=(width - 1, 0)), Documents([16384])
     whole = np.array([(0, 0, 0, 16384)], TOKEN_SPAN)
     tiles = tiles_between(whole, whole, documents, attention)
-    (calls,) = lower_to_kernel_calls(tiles, attention, NATIVE_BF16["forward"]).values()
+    (calls,) = lower_to_kernel_calls(tiles, attention).values()
     computed = sum(c.rows * c.keys for c in calls)
     assert len(calls) <= 16384 / 64 and computed <= 16384 * max(1.4 * width, width + 64)
 
 
-def upcasts(tiles: np.ndarray, rule: Upcasts) -> list[bool]:
-    """Which calls of a step are in fp32."""
-    calls = lower_to_kernel_calls(tiles, PLAIN, rule)
-    return [call.upcast for of_slot in calls.values() for call in of_slot]
-
-
-def test_small_backward_calls_are_computed_in_fp32() -> None:
-    tiles = np.concatenate([tile(0, 100, 0, 100, CAUSAL), tile(100, 800, 100, 800, CAUSAL)])
-    assert upcasts(tiles, NATIVE_BF16["backward"]) == [True, False]
-    assert upcasts(tiles, NATIVE_BF16["forward"]) == [False, False]
-    assert upcasts(tiles, Upcasts(True, False, False)) == [False, False]
-    huge = tile(0, 65536, 0, 65536, FULL)  # pairs exceed 32 bits
-    assert upcasts(huge, NATIVE_BF16["backward"]) == [False]
-
-
-def test_forward_calls_that_are_merged_are_computed_in_fp32() -> None:
-    tiles = np.concatenate([tile(0, 900, 0, 900, CAUSAL), tile(800, 900, 0, 900, FULL), tile(1700, 9, 0, 9, FULL)])
-    assert upcasts(tiles, NATIVE_BF16["forward"]) == [True, True, False]
-    assert upcasts(tiles, Upcasts(False, False, False)) == [False] * 3
-    # More keys than queries: a rectangle and a causal square of the same rows.
-    assert upcasts(tile(0, 500, 0, 900, CAUSAL), NATIVE_BF16["forward"]) == [True, True]
-
-
-def test_a_cpu_without_bf16_instructions_computes_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lowering, "computes_in", lambda dtype: dtype == torch.float32)
-    for direction in ("forward", "backward"):
-        for dtype in (torch.bfloat16, torch.float32):
-            rule = Upcasts.of(direction, PLAIN, dtype)
-            assert upcasts(tile(0, 2000, 0, 2000, CAUSAL), rule) == [dtype == torch.bfloat16]
-
-
 def test_no_tiles_are_no_calls() -> None:
-    assert lower_to_kernel_calls(np.empty(0, TILE), PLAIN, NATIVE_BF16["forward"]) == {}
+    assert lower_to_kernel_calls(np.empty(0, TILE), PLAIN) == {}
 
 
 @pytest.mark.parametrize(
@@ -216,5 +182,5 @@ def test_the_last_call_names_the_rows_that_no_earlier_one_wrote(
     tiles: list[tuple[int, int]], stores: list[bool], unwritten: tuple[slice, ...]
 ) -> None:
     table = np.concatenate([tile(row, rows, 0, 2, FULL) for row, rows in tiles])
-    (calls,) = lower_to_kernel_calls(table, PLAIN, NATIVE_BF16["forward"]).values()
+    (calls,) = lower_to_kernel_calls(table, PLAIN).values()
     assert [call.stores for call in calls] == stores and calls[-1].unwritten == unwritten

@@ -246,7 +246,7 @@ def test_times_of_a_calibration_decide() -> None:
     assert fastest_kernel(tiles, config, "backward", ("flash", "tiles"), times) == "tiles"
     assert fastest_kernel(tiles, config, "forward", ("flash4", "tiles"), times) == "flash4"
     assert fastest_kernel(tiles[:0], config, "forward", ("flash", "tiles"), times) == "flash"
-    lowered = CudaAttention(kernel_times=tuple(times)).lower_backward(tiles, 61, config, torch.bfloat16)
+    lowered = CudaAttention(kernel_times=tuple(times)).lower("backward", tiles, 61, config, torch.bfloat16)
     assert type(lowered[0, 0][0]).__name__ == "StepTiles"
 
 

@@ -11,14 +11,15 @@ from torch import Tensor
 from mindspeed_cp.ops.attention.accumulators import GradientAccumulator
 from mindspeed_cp.ops.attention.contract import BackwardState, ForwardState, Heads, check_dtype
 from mindspeed_cp.ops.attention.cpu.kernels import CpuKernels
-from mindspeed_cp.ops.attention.cpu.lowering import KernelCall, KernelCalls, Upcasts, lower_to_kernel_calls
+from mindspeed_cp.ops.attention.cpu.lowering import KernelCall, KernelCalls, lower_to_kernel_calls
 from mindspeed_cp.ops.attention.head_groups import pad_head_dim, uniform_head_groups
 from mindspeed_cp.ops.merge import merge_
 from mindspeed_cp.plan import AttentionConfig
 
 
 class CpuAttention:
-    """Attention on the CPU: every AttentionConfig, in fp32, bf16 and fp16.
+    """Attention on the CPU: every AttentionConfig, for fp32, bf16 and fp16, computed in fp32: most CPUs have no
+    instructions for the others, and results of several calls are rounded once.
 
     No tensor of queries x keys is allocated, except with dropout for one block
     (:data:`~mindspeed_cp.ops.attention.cpu.lowering.DROPOUT_BLOCK`). The same call gives the same bits every time.
@@ -35,17 +36,11 @@ class CpuAttention:
     def check_device(self, device: torch.device) -> None:
         """See the contract; no effect."""
 
-    def lower_forward(
-        self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype
+    def lower(
+        self, direction: str, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype
     ) -> KernelCalls:
         """See the contract."""
-        return lower_to_kernel_calls(tiles, attention, Upcasts.of("forward", attention, dtype))
-
-    def lower_backward(
-        self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype
-    ) -> KernelCalls:
-        """See the contract."""
-        return lower_to_kernel_calls(tiles, attention, Upcasts.of("backward", attention, dtype))
+        return lower_to_kernel_calls(tiles, attention)
 
     def prepare(
         self, calls: Sequence[KernelCall], attention: AttentionConfig, heads: Heads, device: torch.device

@@ -1,8 +1,8 @@
 """One call on the CPU: torch's flash kernels, or with dropout, which these do not support, eager attention in fp32.
 
-In the eager functions q, out and dout are [1, heads, rows, dim], k and v [1, kv heads, keys, dim]; query head h uses kv
-head h // (heads / kv heads). Query heads that share a kv head are stacked along rows, so that matrix products sum their
-gradients.
+The functions of eager attention take fp32: q, out and dout are [1, heads, rows, dim], k and v [1, kv heads, keys, dim];
+query head h uses kv head h // (heads / kv heads). Query heads that share a kv head are stacked along rows, so that
+matrix products sum their gradients.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from mindspeed_cp.ops.attention.contract import DropoutKey
 from mindspeed_cp.ops.attention.cpu.distance_masks import distance_mask
 from mindspeed_cp.ops.attention.cpu.lowering import KernelCall, MaskKind
 from mindspeed_cp.ops.dropout import keep_mask
-from mindspeed_cp.ops.torch_release import torch_release
 from mindspeed_cp.plan import AttentionConfig
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -24,7 +23,7 @@ _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 #: Before torch 2.9 the kernels take as many kv heads as query heads, and read and write past the end of fewer.
-_TAKES_GROUPS = torch_release() >= (2, 9)
+_TAKES_GROUPS = torch.__version__ >= "2.9"
 
 
 @dataclass(frozen=True)
@@ -46,14 +45,9 @@ class CpuKernels:
 
     def forward(self, call: KernelCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return the partial out [rows, heads, dim] and fp32 lse [rows, heads] of a call."""
-        flips, causal, scale = (
-            call.kind is MaskKind.DISTANCE,
-            call.kind is MaskKind.CAUSAL,
-            self.attention.softmax_scale,
-        )
-        if call.upcast:
-            q, k, v = (x.float() for x in (q, k, v))
-        q, k, v = _heads_first(q, flips), _heads_first(k), _heads_first(v)
+        flips, causal = call.kind is MaskKind.DISTANCE, call.kind is MaskKind.CAUSAL
+        scale = self.attention.softmax_scale
+        q, k, v = _heads_first(q.float(), flips), _heads_first(k.float()), _heads_first(v.float())
         mask = self._mask(call)
         if self.dropout is None:
             k, v = (_for_each_query_head(x, q.shape[1]) for x in (k, v))
@@ -66,15 +60,10 @@ class CpuKernels:
         self, call: KernelCall, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return dq, dk and dv of a call, from the complete out and lse."""
-        flips, causal, scale = (
-            call.kind is MaskKind.DISTANCE,
-            call.kind is MaskKind.CAUSAL,
-            self.attention.softmax_scale,
-        )
-        if call.upcast:
-            dout, q, k, v, out = (x.float() for x in (dout, q, k, v, out))
-        dout, q, out, lse = (_heads_first(x, flips) for x in (dout, q, out, lse))
-        k, v = _heads_first(k), _heads_first(v)
+        flips, causal = call.kind is MaskKind.DISTANCE, call.kind is MaskKind.CAUSAL
+        scale = self.attention.softmax_scale
+        dout, q, out, lse = (_heads_first(x.float(), flips) for x in (dout, q, out, lse))
+        k, v = _heads_first(k.float()), _heads_first(v.float())
         mask = self._mask(call)
         if self.dropout is None:
             kv_heads = k.shape[1]
@@ -113,10 +102,10 @@ def _for_each_query_head(x: Tensor, heads: int) -> Tensor:
 
 
 def _summed_over_groups(x: Tensor, kv_heads: int) -> Tensor:
-    """Sum gradients [1, heads or kv_heads, keys, dim] over the query heads of each kv head, in fp32."""
+    """Sum gradients [1, heads or kv_heads, keys, dim] over the query heads of each kv head."""
     if x.shape[1] == kv_heads:
         return x
-    return x.unflatten(1, (kv_heads, -1)).sum(2, dtype=torch.float32)
+    return x.unflatten(1, (kv_heads, -1)).sum(2)
 
 
 def _heads_first(x: Tensor, flip: bool = False) -> Tensor:
@@ -148,7 +137,7 @@ def eager_attention(
     scores = _scores(q, k, mask, scale)
     lse = scores.logsumexp(-1)
     p = scores.sub_(lse.unsqueeze(-1)).exp_().mul_(weights)
-    out = _by_kv_head(p, k) @ v[0].float()
+    out = _by_kv_head(p, k) @ v[0]
     return out.view(1, heads, rows, -1), lse.unsqueeze(0)
 
 
@@ -173,19 +162,19 @@ def eager_attention_backward(
     """
     heads, rows, width = q.shape[1:]
     p = _scores(q, k, mask, scale).sub_(lse[0].unsqueeze(-1)).exp_()
-    d = _by_kv_head(dout[0].float(), k)
+    d = _by_kv_head(dout[0], k)
     dv = _by_kv_head(p * weights, k).transpose(-1, -2) @ d
-    delta = (dout[0].float() * out[0].float()).sum(-1, keepdim=True)
-    ds = (d @ v[0].float().transpose(-1, -2)).view_as(p).mul_(weights).sub_(delta).mul_(p).mul_(scale)
+    delta = (dout[0] * out[0]).sum(-1, keepdim=True)
+    ds = (d @ v[0].transpose(-1, -2)).view_as(p).mul_(weights).sub_(delta).mul_(p).mul_(scale)
     ds = _by_kv_head(ds, k)
-    dq = (ds @ k[0].float()).view(1, heads, rows, width)
-    dk = ds.transpose(-1, -2) @ _by_kv_head(q[0].float(), k)
+    dq = (ds @ k[0]).view(1, heads, rows, width)
+    dk = ds.transpose(-1, -2) @ _by_kv_head(q[0], k)
     return dq, dk.unsqueeze(0), dv.unsqueeze(0)
 
 
 def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     """Return scaled and masked scores, fp32 [heads, rows, keys]."""
-    scores = (_by_kv_head(q[0].float(), k) @ k[0].float().transpose(-1, -2)).mul_(scale)
+    scores = (_by_kv_head(q[0], k) @ k[0].transpose(-1, -2)).mul_(scale)
     scores = scores.view(q.shape[1], q.shape[2], k.shape[2])
     return scores if mask is None else scores.add_(mask[0])
 

@@ -16,11 +16,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from mindspeed_cp.plan import BAND, CAUSAL, FULL, UNLIMITED, AttentionConfig
 
@@ -34,59 +32,6 @@ ONE_CALL = 256
 #: Rows of a strip. The flash kernels process 32 queries at a time in calls of fewer than 192 queries, 64 below 768 and
 #: 256 from 768 on, so that more rows are faster; the corners of a strip are computed in vain, so that fewer waste less.
 STRIP_ROWS = (768, 256, 64)
-
-#: The flash backward of calls with at most this many pairs, or fewer than 192 queries, is faster in fp32 than in bf16
-#: and fp16 (twice as fast if both are small), unless more keys than UPCAST_KEYS make the copies expensive. Up to
-#: UPCAST_QUERIES it is slower by an eighth, and the gradients are not rounded in each call.
-UPCAST_PAIRS, UPCAST_QUERIES, UPCAST_KEYS = 1 << 16, 767, 1 << 13
-
-
-@cache
-def computes_in(dtype: torch.dtype) -> bool:
-    """Return True if the CPU has instructions for products of this type.
-
-    Without them torch's kernels convert blocks of bf16 and fp16 to fp32 again and again: on an AVX2 CPU the flash
-    backward takes 5 to 11 times as long as in fp32, and the forward as long or longer.
-    """
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    if dtype == torch.float16:
-        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
-    return True
-
-
-@dataclass(frozen=True)
-class Upcasts:
-    """Which calls are computed in fp32 although their inputs are bf16 or fp16.
-
-    Attributes:
-        backward: True for the backward.
-        half: True for inputs in bf16 or fp16.
-        always: True if the CPU has no instructions for them, and for the backward under a window: a window's calls are
-            so small on one rank that they are in fp32 anyway, and larger ones on other ranks would have up to 1.4 times
-            the error.
-    """
-
-    backward: bool
-    half: bool
-    always: bool
-
-    @staticmethod
-    def of(direction: str, attention: AttentionConfig, dtype: torch.dtype) -> Upcasts:
-        """Return the rule for "forward" or "backward" of an attention in a type."""
-        backward = direction == "backward"
-        always = not computes_in(dtype) or (backward and attention.window is not None)
-        return Upcasts(backward, dtype != torch.float32, always)
-
-    def __call__(self, queries: int, keys: int, merged: bool) -> bool:
-        """Return True for a call in fp32.
-
-        Args:
-            queries, keys: size of the call.
-            merged: True if another call writes some of its rows. Its output is then not rounded before it is merged.
-        """
-        small = queries * keys <= UPCAST_PAIRS or (queries <= UPCAST_QUERIES and keys <= UPCAST_KEYS)
-        return self.half and (self.always or (small if self.backward else merged))
 
 
 class MaskKind(Enum):
@@ -107,7 +52,6 @@ class KernelCall(NamedTuple):
         kind: its mask. CAUSAL calls are square.
         stores: True if no earlier call has written any of these rows: the result is stored, not merged.
         unwritten: if earlier calls have written some of the rows, the other rows; they are set to 0 first.
-        upcast: compute in fp32 although the inputs are bf16 or fp16.
         document: number of the document.
         q_pos, k_pos: position of the first query and of the first key.
     """
@@ -117,7 +61,6 @@ class KernelCall(NamedTuple):
     kind: MaskKind = MaskKind.PLAIN
     stores: bool = True
     unwritten: tuple[slice, ...] = ()
-    upcast: bool = False
     document: int = 0
     q_pos: int = 0
     k_pos: int = 0
@@ -139,24 +82,18 @@ KernelCalls = dict[tuple[int, int], list[KernelCall]]
 Block = tuple[int, int, int, int]
 
 
-def lower_to_kernel_calls(tiles: np.ndarray, attention: AttentionConfig, upcasts: Upcasts) -> KernelCalls:
+def lower_to_kernel_calls(tiles: np.ndarray, attention: AttentionConfig) -> KernelCalls:
     """Return the calls for every (step, slot).
 
     Args:
         tiles: records of dtype TILE in execution order.
         attention: configuration of the layer.
-        upcasts: which calls are in fp32.
     """
-    end = tiles["q_row"] + tiles["q_rows"]
-    writers = np.zeros(int(end.max(initial=0)) + 1, np.int64)
-    written = bytearray(len(writers))  # by row; faster than an array for the few rows of most tiles
-    np.add.at(writers, tiles["q_row"], 1)
-    np.subtract.at(writers, end, 1)
-    rows_shared = np.cumsum(np.append(0, np.cumsum(writers) > 1))  # rows of several tiles, before each row
+    # Rows that have a result, by row: faster than an array for the few rows of most tiles.
+    written = bytearray(int((tiles["q_row"] + tiles["q_rows"]).max(initial=0)))
     uses_positions = attention.dropout > 0 or attention.slopes is not None
     out: KernelCalls = {}
-    for tile, shared in zip(tiles.tolist(), (rows_shared[end] > rows_shared[tiles["q_row"]]).tolist(), strict=True):
-        step, slot, q_row, q_rows, k_row, k_rows, mask, document, _, q_pos, k_pos = tile
+    for step, slot, q_row, q_rows, k_row, k_rows, mask, document, _, q_pos, k_pos in tiles.tolist():
         if mask == CAUSAL:  # a tile may join several runs of positions; row and key numbers are equivalent
             q_pos = k_pos + k_rows - q_rows
         blocks: Sequence[Block] = ((0, q_rows, 0, k_rows),)
@@ -165,7 +102,6 @@ def lower_to_kernel_calls(tiles: np.ndarray, attention: AttentionConfig, upcasts
         if uses_positions or not (mask == FULL or (mask == CAUSAL and q_rows == k_rows)):  # not one call as it is
             region = TileRegion.of(mask, q_rows, k_rows, q_pos - k_pos, attention)
             blocks = _blocks(region, mask, attention)
-        several = len(blocks) > 1 and (mask == CAUSAL or attention.dropout > 0)  # strips share no rows
         calls = out.setdefault((step, slot), [])
         for a, b, c, d in blocks:
             first, last = q_row + a, q_row + b
@@ -177,7 +113,6 @@ def lower_to_kernel_calls(tiles: np.ndarray, attention: AttentionConfig, upcasts
                     kind=kind if region is None else _mask_kind(region, (a, b, c, d), attention),
                     stores=not count,
                     unwritten=true_runs(~np.frombuffer(written, bool)[first:last], first) if 0 < count < b - a else (),
-                    upcast=upcasts(b - a, d - c, shared or several),
                     document=document,
                     q_pos=q_pos + a,
                     k_pos=k_pos + c,

@@ -100,19 +100,13 @@ class CudaAttention:
         """See the contract: kernels have the same requirements, but for flash-attn-4."""
         (self._flash4 if self.kernel == "flash4" else self._flash).check_device(device)
 
-    def lower_forward(
-        self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype
+    def lower(
+        self, direction: str, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype
     ) -> LoweredCalls:
         """See the contract."""
-        return self._backend_for_tiles(tiles, attention, dtype, "forward").lower_forward(tiles, rows, attention, dtype)
-
-    def lower_backward(
-        self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype
-    ) -> LoweredCalls:
-        """See the contract."""
-        return self._backend_for_tiles(tiles, attention, dtype, "backward").lower_backward(
-            tiles, rows, attention, dtype
-        )
+        kernels = self.kernels_for(attention, dtype)
+        kernel = fastest_kernel(tiles, attention, direction, kernels, self.kernel_times or H200_TIMES)
+        return self._backend(kernel).lower(direction, tiles, rows, attention, dtype)
 
     def prepare(self, calls: Sequence[Any], attention: AttentionConfig, heads: Heads, device: torch.device) -> None:
         """See the contract."""
@@ -136,12 +130,6 @@ class CudaAttention:
     ) -> None:
         """See the contract."""
         self._backend_of_calls(calls).backward(calls, attention, state, k, v, dk, dv)
-
-    def _backend_for_tiles(
-        self, tiles: np.ndarray, attention: AttentionConfig, dtype: torch.dtype, direction: str
-    ) -> AttentionBackend:
-        kernels = self.kernels_for(attention, dtype)
-        return self._backend(fastest_kernel(tiles, attention, direction, kernels, self.kernel_times or H200_TIMES))
 
     def _backend_of_calls(self, calls: Sequence[Any]) -> AttentionBackend:
         first = calls[0] if calls else None

@@ -103,9 +103,11 @@ class CudaFlash4Attention(CudaFlashAttention):
         if self.unavailable_reason():
             raise ConfigError(f"kernel 'flash4' of the cuda backend: {self.unavailable_reason()}; or use kernel 'auto'")
 
-    def lower_forward(self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype) -> FusedCalls:
+    def lower(
+        self, direction: str, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype
+    ) -> FusedCalls:
         """See the contract."""
-        lowered = super().lower_forward(tiles, rows, attention, dtype)
+        lowered = super().lower(direction, tiles, rows, attention, dtype)
         return {place: [Flash4Call(**vars(call)) for call in calls] for place, calls in lowered.items()}
 
     def _pad_head_dims(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -87,15 +87,11 @@ class CudaFlashAttention(FusedBackend):
         if self.operator is None:
             check_device(device)
 
-    def lower_forward(self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype) -> FusedCalls:
-        """See the contract."""
-        return lower_to_fused_calls(tiles, rows, attention, FLASH_LIMITS)
-
-    def lower_backward(
-        self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype
+    def lower(
+        self, direction: str, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype
     ) -> FusedCalls:
-        """See the contract. The calls are those of the forward, which dropout requires."""
-        return self.lower_forward(tiles, rows, attention, dtype)
+        """See the contract. Both directions have the same calls, which dropout requires."""
+        return lower_to_fused_calls(tiles, rows, attention, FLASH_LIMITS)
 
     def prepare(
         self, calls: Sequence[FusedCall], attention: AttentionConfig, heads: Heads, device: torch.device

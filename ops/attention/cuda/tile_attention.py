@@ -76,26 +76,16 @@ class CudaTileAttention:
     def check_device(self, device: torch.device) -> None:
         """See the contract. A missing package triton raises at the first launch."""
 
-    def lower_forward(
-        self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype
+    def lower(
+        self, direction: str, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype
     ) -> dict[tuple[int, int], list[StepTiles]]:
         """See the contract."""
-        return self._lower(tiles, attention, dtype, backward=False)
-
-    def lower_backward(
-        self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype
-    ) -> dict[tuple[int, int], list[StepTiles]]:
-        """See the contract."""
-        return self._lower(tiles, attention, dtype, backward=True)
-
-    def _lower(
-        self, tiles: np.ndarray, attention: AttentionConfig, dtype: torch.dtype, backward: bool
-    ) -> dict[tuple[int, int], list[StepTiles]]:
+        backward = direction == "backward"
         bm, bn = schedule_block_rows(dtype, backward, max(attention.head_dim, attention.head_dim_v), self.name)
-        rows = {"q": bm, "k": bn} if backward else {"q": bm}
+        block_rows = {"q": bm, "k": bn} if backward else {"q": bm}
         step_slots, index = np.unique(tiles[["step", "slot"]], return_inverse=True)
         return {
-            (int(step), int(slot)): [StepTiles(tiles[index == i], attention, rows)]
+            (int(step), int(slot)): [StepTiles(tiles[index == i], attention, block_rows)]
             for i, (step, slot) in enumerate(step_slots)
         }
 

@@ -123,19 +123,15 @@ class NpuAttention(FusedBackend):
                 "or use npu_merge 'fp32', which merges in torch"
             )
 
-    def lower_forward(self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype) -> FusedCalls:
-        """See the contract."""
+    def lower(
+        self, direction: str, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype
+    ) -> FusedCalls:
+        """See the contract. Both directions have the same calls, which dropout requires."""
         # The gradient refuses bands of one key in packed sequences, so a window of (0, 0), whose ALiBi is 0, has masks.
         if self.lowering == "masks" or attention.visible_range == (0, 0):
             return lower_to_masks(tiles, rows, attention)
         limits = CallLimits(self.alibi == "shared", MAX_BIAS_EXCESS[dtype], key_gaps=self.key_gaps == "skipped")
         return lower_to_fused_calls(tiles, rows, attention, limits)
-
-    def lower_backward(
-        self, tiles: np.ndarray, rows: int, attention: AttentionConfig, dtype: torch.dtype
-    ) -> FusedCalls:
-        """See the contract. The calls are those of the forward, which dropout requires."""
-        return self.lower_forward(tiles, rows, attention, dtype)
 
     def prepare(
         self, calls: Sequence[FusedCall], attention: AttentionConfig, heads: Heads, device: torch.device
