@@ -7,13 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mindspeed_cp.algorithms.registry import algorithm_name, algorithm_options, build_plan
+from mindspeed_cp.algorithms.registry import ALGORITHMS, algorithm_name, algorithm_options, build_plan
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan.problem import AttentionConfig, Topology
 from mindspeed_cp.plan.program import Plan
 from mindspeed_cp.schema.messages import short_repr
 from mindspeed_cp.schema.numbers import check_type
+
+#: Algorithms whose options `default_candidates` knows.
+_WITH_OPTIONS = ("hierarchical", "hybrid", "ulysses", "direct", "all_gather", "double_ring", "ring")
 
 
 @dataclass(frozen=True)
@@ -115,4 +118,6 @@ def default_candidates(topology: Topology, attention: AttentionConfig) -> list[C
     if topology.nodes > 1 and ranks_per_node > 1:
         windows = [size for size in divisors if ranks_per_node <= 2 * size]
         out += [Candidate("double_ring", (("cp_window_size", size),)) for size in windows]
+    # Algorithms of others, with their defaults.
+    out += [Candidate(name) for name in ALGORITHMS if name not in _WITH_OPTIONS]
     return [*out, Candidate("ring")]

@@ -23,12 +23,11 @@ from mindspeed_cp.config.settings import make_settings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import verify_plan
+from mindspeed_cp.plan.problem import MASKS
 from mindspeed_cp.report.files import write_png
 from mindspeed_cp.report.plan import PlanSummary, modelled_rows, modelled_time, plan_tables
 from mindspeed_cp.report.text import print_tables, wrap_text
 from mindspeed_cp.schema.yaml_file import SettingsFile, with_value
-
-MASKS = ("causal", "full")
 
 #: The settings without a file.
 BUILT_IN = """

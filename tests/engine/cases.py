@@ -105,8 +105,8 @@ class Case:
     latent: tuple[int, int] | None = None
 
     def on(self, ranks: int, variant: str | None = None) -> Case:
-        """The same problem on so many ranks, and by one of `VARIANTS`."""
-        algorithm, options = (self.algorithm, self.options) if variant is None else VARIANTS[variant]
+        """The same problem on so many ranks, and by one of `VARIANTS` or an algorithm by its name."""
+        algorithm, options = (self.algorithm, self.options) if variant is None else VARIANTS.get(variant, (variant, ()))
         return replace(self, ranks=ranks, algorithm=algorithm, options=options, nodes=nodes_for(algorithm, ranks))
 
     @property

@@ -357,12 +357,12 @@ def global_loss(reports: list[dict[str, torch.Tensor]]) -> tuple[float, int]:
 
 
 def later_losses() -> tuple[float, ...]:
-    """The losses of multi-token prediction since the last call, summed over micro-batches: the mean over ranks, as
-    Megatron logs them."""
+    """The losses of multi-token prediction since the last call, the sum over the micro-batches of all replicas: the mean
+    over context-parallel ranks, as Megatron logs them."""
     tracker = MTPLossLoggingHelper.tracker
     values = tracker["loss_values" if "loss_values" in tracker else "values"]
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    losses = values.clone() / group.size()
+    losses = values.clone() / parallel_state.get_context_parallel_world_size()
     dist.all_reduce(losses, group=group)
     values.zero_()
     return tuple(losses.tolist())
