@@ -53,8 +53,8 @@ def lowered(plan: Plan, rank: int, case: Case, direction: str) -> int:
     """Calls that the npu backend makes of a rank's tiles."""
     program = getattr(plan, direction)
     rows = int(plan.q_layout_compute.token_counts[rank])
-    lower = getattr(BACKENDS["npu"], f"lower_{direction}")
-    return sum(map(len, lower(program.tiles(rank), rows, plan.attention, case.dtype).values()))
+    calls = BACKENDS["npu"].lower(direction, program.tiles(rank), rows, plan.attention, case.dtype)
+    return sum(map(len, calls.values()))
 
 
 def between_barriers(done: Run, rank: int) -> list[dict[str, Any]]:
