@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_cp import AttentionConfig
-from mindspeed_cp.ascend_kernels import tile_schedule
-from mindspeed_cp.ascend_kernels.merge import merge_parts, sum_parts
+from mindspeed_cp.ascend_kernels import merge, tile_schedule
 from mindspeed_cp.ascend_kernels.tile_attention import tile_attention_, tile_attention_backward_
 from mindspeed_cp.ascend_kernels.tile_schedule import TileSchedule, schedule_block_rows
 from mindspeed_cp.plan.records import CAUSAL, TILE
@@ -131,8 +130,9 @@ def launches(
                 [None, like(tokens, dtype=torch.int32), None, None], [0, 0, tokens // 2, 0]
             )  # fmt: skip
             lses = [fp32(len(part), heads) for part in parts]
-            merge_parts((out, lse), parts, lses, *rows, (out, lse))
-            sum_parts(out, parts, *rows, out)
+            # Not through torch's operators, which launch nothing for tensors without storage.
+            merge._merge_parts(out, lse, parts, lses, *rows, out, lse, None)
+            merge._sum_parts(out, parts, *rows, out, None)
             made |= dict(zip(("merge", "sum"), launches, strict=True))
             launches.clear()
             for also, slopes in (("", None), ("_alibi", fp32(heads))):
