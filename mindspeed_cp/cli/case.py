@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -34,7 +35,7 @@ context_parallel_suite: {{context_parallel_size: {ranks}, cluster: {cluster}, no
 DTYPES = ("bf16", "fp32")
 MAX_SAMPLE_ROWS = 8  # default for the rows of a training's first global batch
 TOKENS_PER_RANK = 4096  # default for drawn batches
-TOKENS_WITHOUT_REMARK = 32768  # for each rank, in a list that is one batch
+ONE_BATCH = 2**20, 2**15  # tokens, and tokens for each rank, up to which a file is taken as one batch
 LENGTH_SAMPLE = 4096  # documents of a distribution by which the number of documents in a batch is estimated
 
 
@@ -258,16 +259,18 @@ def read_batches(options: SimulateOptions, ranks: int, settings: Settings | None
     if options.lengths is None:
         assert settings is not None
         return _rows(options, ranks, settings)
-    listed = read_lengths(options.lengths)
+    listed = read_lengths(options.lengths, options.column, options.tokenizer)
     drawing = any(value is not None for value in (options.tokens_per_rank, options.batches, options.seed))
     text = shortened(options.lengths, SHOWN)
     if listed is not None and not drawing:
         _check_size(f"--lengths {text}", listed, ranks)
         total = int(listed.sum())
-        whole = f"the documents of --lengths {text}, as one batch of {total:,} tokens"
-        if total > (TOKENS_WITHOUT_REMARK * ranks if settings is None else settings.data.seq_length):
-            whole += " (with --batches 8 --tokens-per-rank N: batches drawn from them)"
-        return (Documents(listed),), whole
+        if total > max(*ONE_BATCH, ONE_BATCH[1] * ranks) and not options.one_batch and os.path.exists(options.lengths):
+            raise ConfigError(
+                f"--lengths {text}: has {total:,} tokens: a batch, or a data set? Give --one-batch, or --batches 8, "
+                "which draws batches of --tokens-per-rank"
+            )
+        return (Documents(listed),), f"the documents of --lengths {text}, as one batch of {total:,} tokens"
     if settings is not None and options.tokens_per_rank is None:
         tokens, source = settings.data.seq_length, "data.seq_length"
     else:
@@ -276,7 +279,7 @@ def read_batches(options: SimulateOptions, ranks: int, settings: Settings | None
     sample = sample_lengths(options.lengths, LENGTH_SAMPLE) if listed is None else listed[listed > 0]
     _check_size(f"--lengths {text}, {source}", sample, ranks, tokens)
     drawn = f"{count} batch{'es' * (count > 1)} of {tokens:,} tokens drawn from {text}, seed {seed}"
-    return draw_batches(options.lengths, tokens, count, seed), drawn
+    return draw_batches(options.lengths if listed is None else listed, tokens, count, seed), drawn
 
 
 def _check_size(given: str, lengths: np.ndarray, ranks: int, tokens: int | None = None) -> None:

@@ -11,13 +11,17 @@ from pathlib import Path
 
 import numpy as np
 
+from mindspeed_cp.data.length_files import is_data_file, read_data_file
 from mindspeed_cp.data.lengths import Lengths, length_names, load_lengths, sample_batch
 from mindspeed_cp.errors import ConfigError, shortened
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.layout.documents import MAX_TOKENS
 from mindspeed_cp.schema.messages import closest_names, did_you_mean
 
-VALID_LENGTHS = "a set, a file with one length on a line, or lengths such as 700,30,4100"
+VALID_LENGTHS = (
+    "a set, a file with one length on a line, a data set (Megatron's .idx, .parquet, .arrow, .jsonl, or a folder), or "
+    "lengths such as 700,30,4100"
+)
 
 # Larger batches take minutes and GiB in the simulation of the even ring alone.
 MAX_SIMULATED_RANKS = 4096
@@ -31,11 +35,11 @@ MENTIONED_BYTES = 2**31  # plans that take more are said to
 ADVICE = "give whole numbers >= 0, with spaces, commas or new lines between them"
 
 
-def draw_batches(text: str, tokens: int, count: int, seed: int) -> tuple[Documents, ...]:
+def draw_batches(given: str | np.ndarray, tokens: int, count: int, seed: int) -> tuple[Documents, ...]:
     """Draw batches of documents from the lengths that --lengths gives; the last document of each batch is cut.
 
     Args:
-        text: value of --lengths.
+        given: value of --lengths, or its lengths.
         tokens: exact number of tokens of each batch.
         count: number of batches; batch i is drawn with seed + i.
         seed: seed of the first batch.
@@ -43,10 +47,10 @@ def draw_batches(text: str, tokens: int, count: int, seed: int) -> tuple[Documen
     Raises:
         ConfigError: as :func:`read_lengths`, or no document has a token.
     """
-    listed = read_lengths(text)
+    listed = read_lengths(given) if isinstance(given, str) else given
     if listed is not None and not listed.any():
-        raise ConfigError(f"--lengths {_shown(text)}: has no document with a token to draw")
-    source = text if listed is None else Lengths(text, listed=(listed[listed > 0],))
+        raise ConfigError(f"--lengths {_shown(str(given))}: has no document with a token to draw")
+    source = str(given) if listed is None else Lengths("listed", listed=(listed[listed > 0],))
     return tuple(Documents(sample_batch(source, tokens, seed + i)) for i in range(count))
 
 
@@ -108,22 +112,31 @@ def free_bytes() -> float:
     return free
 
 
-def read_lengths(text: str) -> np.ndarray | None:
+def read_lengths(text: str, column: str | None = None, tokenizer: Path | None = None) -> np.ndarray | None:
     """Return the lengths that --lengths lists or that are in its file, int64 [documents]; None for a distribution (an
     installed set, or a YAML file of bins).
+
+    Args:
+        text: value of --lengths.
+        column, tokenizer: of a data set (:func:`mindspeed_cp.data.length_files.read_data_file`).
 
     Raises:
         ConfigError: there is no such set or file, or it has an invalid length, reported with its line.
     """
-    if text in length_names():
+    path, is_named = Path(text), text in length_names()
+    if not is_named and (
+        os.path.isdir(text) or (is_data_file(path) and os.path.isfile(text)) or os.path.isfile(f"{text}.idx")
+    ):
+        return read_data_file(path, column, tokenizer)
+    if column is not None or tokenizer is not None:
+        raise ConfigError(f"--lengths {_shown(text)}: has no columns; leave out --column and --tokenizer")
+    if is_named:
         return None
-    path = Path(text)
     if not os.path.isfile(text):  # False also for what no file can be named
         if re.match(r"\s*\[?\s*[-+]?\d", text) and path.suffix == "":
             return _parse_numbers([(None, text)], f"--lengths {_shown(text)!r}")
-        what = "is a folder" if os.path.isdir(text) else "no such set or file"
         hint, sets = did_you_mean(closest_names(text.lower(), length_names())), ", ".join(length_names())
-        raise ConfigError(f"--lengths {text!r}: {what}; {hint}valid: {VALID_LENGTHS}; sets: {sets}")
+        raise ConfigError(f"--lengths {text!r}: no such set or file; {hint}valid: {VALID_LENGTHS}; sets: {sets}")
     if path.stat().st_size > MAX_FILE_BYTES:
         raise ConfigError(f"--lengths {path}: has {path.stat().st_size:,} bytes; valid: at most {MAX_FILE_BYTES:,}")
     if path.suffix in (".yaml", ".yml", ".npy", ".npz"):

@@ -17,6 +17,7 @@ import typer
 from mindspeed_cp.cli.calibrate import calibrate
 from mindspeed_cp.cli.convert import convert
 from mindspeed_cp.cli.doctor import doctor
+from mindspeed_cp.cli.length_report import lengths
 from mindspeed_cp.cli.options import PlanOptions, SimulateOptions, command_of
 from mindspeed_cp.cli.train import train
 from mindspeed_cp.errors import (
@@ -58,6 +59,7 @@ def _common(
     pass
 
 
+app.command()(lengths)
 app.command()(train)
 app.command()(command_of(PlanOptions, "plan"))
 app.command()(calibrate)

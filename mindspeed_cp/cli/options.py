@@ -57,9 +57,12 @@ class CaseOptions:
     lengths: Annotated[
         str | None,
         typer.Option(
-            help="Document lengths: 700,30,4100; or a file with one per line; or a set such as wikipedia or prolong."
+            help="Document lengths: 700,30,4100; a file with one per line; a set such as wikipedia; or a data set: "
+            "Megatron's .idx, a Hugging Face folder, .parquet, .arrow, .jsonl."
         ),
     ] = None
+    column: Annotated[str | None, typer.Option(help="Column of a data set: lengths, lists of tokens, or texts.")] = None
+    tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json for a column of texts.")] = None
     ranks: Annotated[
         int | None,
         typer.Option("--ranks", "--cp", min=1, help="Context-parallel ranks of all nodes. Default: of the settings."),
@@ -111,6 +114,7 @@ class SimulateOptions(CaseOptions):
     batches: Annotated[
         int | None, typer.Option(min=1, max=1000, help="Number of batches; the table shows their means. Default: 1.")
     ] = None
+    one_batch: Annotated[bool, typer.Option("--one-batch", help="A file is one batch, however long it is.")] = False
     algorithms: Annotated[
         str, typer.Option(help="all, or names with options after colons, such as ring,direct:prefetch=4")
     ] = "all"

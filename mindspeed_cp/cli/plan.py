@@ -78,7 +78,7 @@ def run(options: PlanOptions) -> int:
 def _settings_and_documents(options: PlanOptions, file: SettingsFile) -> tuple[Settings, Documents]:
     """Return the settings, and the documents of --lengths or of the first row of a training."""
     check_lengths_given(options, file)
-    listed = None if options.lengths is None else read_lengths(options.lengths)
+    listed = None if options.lengths is None else read_lengths(options.lengths, options.column, options.tokenizer)
     given = None if listed is None else Documents(listed)
     if given is not None and not file.is_override("data.seq_length"):
         file = with_value(file, "data.seq_length", 2)  # nothing holds for rows of a training
