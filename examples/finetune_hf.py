@@ -9,8 +9,8 @@
 A line of a .jsonl file has a "text", or "messages" with roles and contents, of which the assistant's are learned.
 Without --data the pages of docs/ are the texts. A byte-pair tokenizer is trained on them, and the model starts from
 random weights, so nothing is downloaded. Models with a causal mask learn the next token, those with a full mask
-(bert, modernbert) the tokens that are masked. Every step takes the same documents on any number of ranks. A run that is
-started again with the same --out goes on where its last checkpoint is; the model at the end loads in plain
+(bert, modernbert, eurobert) the tokens that are masked. Every step takes the same documents on any number of ranks. A
+run that is started again with the same --out goes on where its last checkpoint is; the model at the end loads in plain
 transformers.
 """
 
@@ -46,25 +46,47 @@ from mindspeed_cp.integrations import huggingface as cp
 BACKENDS = {"cpu": "gloo", "cuda": "nccl", "npu": "hccl"}
 
 _SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 8}
-_GQA = {**_SIZES, "num_key_value_heads": 4}
+_GQA = {**_SIZES, "num_key_value_heads": 4, "head_dim": 16}
+_LOCAL = {**_GQA, "sliding_window": 64}
+_ROUTED = {"moe_intermediate_size": 64, "num_experts_per_tok": 2}
+_GROUPS = {**_ROUTED, "n_routed_experts": 8, "n_group": 2, "topk_group": 1}
+_LATENT = {
+    **_SIZES, **_GROUPS, "num_key_value_heads": 8, "q_lora_rank": 48, "kv_lora_rank": 32, "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16, "v_head_dim": 16,
+}  # fmt: skip
 RUN = "run.json"  # in the folder of a run: what it was started with
+
+#: Families whose small models need no more than sizes and grouped queries.
+_PLAIN = ("llama", "qwen2", "qwen3", "gemma", "glm", "glm4", "phi", "olmo", "olmo2", "smollm3", "cohere", "granite",
+          "ernie4_5", "hunyuan_v1_dense", "apertus", "arcee", "helium", "eurobert")  # fmt: skip
+
+#: Those that have a sliding window as well, in some or all layers.
+_WITH_WINDOW = ("mistral", "phi3", "starcoder2", "ministral", "ministral3", "cohere2", "olmo3", "exaone4", "cwm",
+                "gemma3_text")  # fmt: skip
 
 #: Small models by their model_type.
 MODELS: dict[str, dict[str, Any]] = {
-    "llama": _GQA,
-    "mistral": {**_GQA, "sliding_window": 128},
+    **dict.fromkeys(_PLAIN, _GQA),
+    **dict.fromkeys(_WITH_WINDOW, _LOCAL),
     "mixtral": {**_GQA, "num_local_experts": 4},
-    "qwen2": _GQA,
-    "qwen3": {**_GQA, "head_dim": 16},
-    "qwen3_moe": {**_GQA, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
-    "gpt_oss": {**_GQA, "head_dim": 16, "sliding_window": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
-    "gemma2": {**_GQA, "head_dim": 16, "sliding_window": 64, "attn_logit_softcapping": None},
-    "gemma3_text": {**_GQA, "head_dim": 16, "sliding_window": 64},
-    "deepseek_v3": {
-        **_SIZES, "num_key_value_heads": 8, "moe_intermediate_size": 64, "n_routed_experts": 8, "n_group": 2,
-        "topk_group": 1, "num_experts_per_tok": 2, "q_lora_rank": 48, "kv_lora_rank": 32, "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 16, "v_head_dim": 16, "first_k_dense_replace": 1,
-    },
+    "qwen2_moe": {**_GQA, **_ROUTED, "num_experts": 8, "shared_expert_intermediate_size": 64},
+    "qwen3_moe": {**_GQA, **_ROUTED, "num_experts": 8},
+    "gpt_oss": {**_GQA, "sliding_window": 64, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gemma2": {**_GQA, "sliding_window": 64, "attn_logit_softcapping": None},
+    "gemma4_text": {**_GQA, "global_head_dim": 32, "sliding_window": 64, "hidden_size_per_layer_input": 0},
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": {**_LATENT, "first_k_dense_replace": 1},
+    "glm4_moe_lite": _LATENT,
+    "glm4_moe": {**_GQA, **_GROUPS},
+    "olmoe": {**_GQA, "num_experts": 8, "num_experts_per_tok": 2},
+    "granitemoe": {**_GQA, "num_local_experts": 4},
+    "seed_oss": {**_GQA, "attention_dropout": 0.0, "residual_dropout": 0.0},
+    "ernie4_5_moe": {**_GQA, "moe_intermediate_size": 64, "moe_k": 2, "moe_num_experts": 8},
+    "minimax_m2": {**_GQA, "rotary_dim": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "hunyuan_v1_moe": {**_GQA, "num_experts": 4, "moe_topk": 2},
+    "dots1": {**_GQA, **_GROUPS, "n_shared_experts": 1, "first_k_dense_replace": 1},
+    "afmoe": {**_GQA, **_ROUTED, "sliding_window": 64, "num_experts": 8, "num_shared_experts": 1},
+    "gpt_neox": _SIZES,
     "gpt2": {"n_embd": 128, "n_layer": 4, "n_head": 8, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "bert": {**_SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
     "modernbert": {**_SIZES, "local_attention": 64},

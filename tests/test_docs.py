@@ -13,6 +13,7 @@ import pytest
 
 from mindspeed_cp.algorithms import ALGORITHMS
 from mindspeed_cp.config import SuiteSettings
+from mindspeed_cp.integrations.huggingface.families import FAMILIES
 from tests.ports import free_port
 from tests.processes import preload
 from tests.programs import run_programs
@@ -85,6 +86,16 @@ def test_what_a_page_names_exists(page: Path) -> None:
         if target.suffix == ".md" and target.exists() and heading not in headings(target):
             missing.append(f"{target.name}#{heading}")
     assert not set(missing) - WRITTEN_BY_RUNS
+
+
+def test_pages_name_all_hugging_face_families_and_their_number() -> None:
+    (table,) = re.findall(
+        r"^\| model_type \|.*\n\|[-|]*\n((?:\|.*\n)*)", text_of(DOCS / "huggingface.md"), re.MULTILINE
+    )
+    named = [name for row in table.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert sorted(named) == sorted(FAMILIES)
+    for page, sentence in (("README.md", r"attention of (\d+) families"), ("README.zh.md", r"(\d+) 个模型家族")):
+        assert re.findall(sentence, text_of(ROOT / page)) == [str(len(FAMILIES))]
 
 
 def headings(page: Path) -> set[str]:

@@ -21,6 +21,7 @@ IMPLEMENTATION = "mindspeed_cp"
 
 _NO_CAP = "caps the scores, which planned attention does not do"
 _BOTH_WAYS = "lets tokens see later ones, by a mask of the model's own"
+_NOT_HANDED_ON = "gives layers a window that they do not hand on to their attention implementation"
 
 
 @dataclass(frozen=True)
@@ -32,27 +33,34 @@ class Family:
         window: function of (configuration, layer) that returns how many tokens a query sees on a side, itself included;
             None: all.
         scale: function of (configuration, layer, channels of q and k) that returns the factor of the scores.
-        dropout: name of the setting with the dropout rate of attention weights.
+        dropout: name of the setting with the dropout rate of attention weights; None: the layers have none.
         widths: function of the configuration that returns the channels of q and k, and of v; None: `head_dim`.
         latent: function of the configuration that returns the channels of the latent, and of the keys that all heads
             share; None: the model has none.
         refused: settings with their only valid value and why others do not work; a model without one is valid.
         has_sinks: True if the layers have attention sinks, which they pass as `s_aux`.
+        has_alpha: True if rotary positions of type `dynamic` with an `alpha` have fixed frequencies.
     """
 
     mask: str = "causal"
     window: Callable[[Any, int], int | None] = lambda config, layer: None
     scale: Callable[[Any, int, int], float] = lambda config, layer, width: width**-0.5
-    dropout: str = "attention_dropout"
+    dropout: str | None = "attention_dropout"
     widths: Callable[[Any], tuple[int, int]] | None = None
     latent: Callable[[Any], tuple[int, int]] | None = None
     refused: tuple[tuple[str, Any, str], ...] = ()
     has_sinks: bool = False
+    has_alpha: bool = False
 
 
 def _layer_window(config: Any, layer: int) -> int | None:
     """Return the window of a layer whose kind is in layer_types."""
     return config.sliding_window if config.layer_types[layer] == "sliding_attention" else None
+
+
+def _config_window(config: Any, layer: int) -> int | None:
+    """Return the window of models whose layers all have the same."""
+    return config.sliding_window
 
 
 def _qwen_moe_window(config: Any, layer: int) -> int | None:
@@ -75,34 +83,73 @@ def _latent_scale(config: Any, layer: int, width: int) -> float:
 
 
 _DECODER = (("is_causal", True, _BOTH_WAYS),)
-_QWEN = Family(window=_layer_window, refused=_DECODER)
+_TEXT = (*_DECODER, ("use_bidirectional_attention", None, _BOTH_WAYS))
+_PLAIN = Family(refused=_DECODER)
+_WINDOW = Family(window=_config_window, refused=_DECODER)
+_LAYER_WINDOW = Family(window=_layer_window, refused=_DECODER)
+_ALPHA = Family(refused=_DECODER, has_alpha=True)
+_ERNIE = Family(dropout=None, refused=_DECODER)
+_GRANITE = Family(scale=lambda config, layer, width: config.attention_multiplier, refused=_DECODER)
 _GEMMA = Family(
     window=_layer_window,
     scale=lambda config, layer, width: config.query_pre_attn_scalar**-0.5,
-    refused=(
-        *_DECODER,
-        ("attn_logit_softcapping", None, _NO_CAP),
-        ("use_bidirectional_attention", None, _BOTH_WAYS),
-    ),
+    refused=(*_TEXT, ("attn_logit_softcapping", None, _NO_CAP)),
+)
+_LATENT = Family(
+    scale=_latent_scale,
+    widths=lambda config: (config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim),
+    latent=lambda config: (config.kv_lora_rank, config.qk_rope_head_dim),
+    refused=_DECODER,
 )
 
 #: Families by the model_type of their configuration.
 FAMILIES: dict[str, Family] = {
-    "llama": Family(refused=_DECODER),
-    "mistral": Family(window=lambda config, layer: config.sliding_window, refused=_DECODER),
-    "mixtral": Family(window=lambda config, layer: config.sliding_window, refused=_DECODER),
-    "qwen2": _QWEN,
-    "qwen3": _QWEN,
+    "llama": _PLAIN,
+    "mistral": _WINDOW,
+    "mixtral": _WINDOW,
+    "qwen2": _LAYER_WINDOW,
+    "qwen3": _LAYER_WINDOW,
+    "qwen2_moe": Family(refused=(*_DECODER, ("use_sliding_window", False, _NOT_HANDED_ON))),
     "qwen3_moe": Family(window=_qwen_moe_window, refused=_DECODER),
     "gpt_oss": Family(window=_layer_window, refused=_DECODER, has_sinks=True),
+    "gemma": Family(refused=_TEXT),
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
-    "deepseek_v3": Family(
-        scale=_latent_scale,
-        widths=lambda config: (config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim),
-        latent=lambda config: (config.kv_lora_rank, config.qk_rope_head_dim),
-        refused=_DECODER,
-    ),
+    "gemma4_text": Family(window=_layer_window, scale=lambda config, layer, width: 1.0, refused=_DECODER),
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "glm4_moe_lite": _LATENT,
+    "glm": _PLAIN,
+    "glm4": _PLAIN,
+    "glm4_moe": _PLAIN,
+    "phi": _PLAIN,
+    "phi3": _WINDOW,
+    "olmo": _PLAIN,
+    "olmo2": _PLAIN,
+    "olmo3": _LAYER_WINDOW,
+    "olmoe": _PLAIN,
+    "smollm3": _LAYER_WINDOW,
+    "ministral": _LAYER_WINDOW,
+    "ministral3": _WINDOW,
+    "cohere": _PLAIN,
+    "cohere2": _LAYER_WINDOW,
+    "granite": _GRANITE,
+    "granitemoe": _GRANITE,
+    "seed_oss": _PLAIN,
+    "ernie4_5": _ERNIE,
+    "ernie4_5_moe": _ERNIE,
+    "minimax_m2": _PLAIN,
+    "hunyuan_v1_dense": _ALPHA,
+    "hunyuan_v1_moe": _ALPHA,
+    "dots1": _LAYER_WINDOW,
+    "exaone4": _LAYER_WINDOW,
+    "starcoder2": _WINDOW,
+    "gpt_neox": _PLAIN,
+    "apertus": _PLAIN,
+    "arcee": _PLAIN,
+    "helium": _PLAIN,
+    "cwm": _LAYER_WINDOW,
+    "afmoe": _LAYER_WINDOW,
     "gpt2": Family(
         scale=_gpt2_scale,
         dropout="attn_pdrop",
@@ -121,6 +168,7 @@ FAMILIES: dict[str, Family] = {
         # its setting does not count the query itself
         window=lambda config, layer: None if (side := _layer_window(config, layer)) is None else side + 1,
     ),
+    "eurobert": Family(mask="full"),
 }
 
 #: Rotary positions whose frequencies depend on the longest position among the rows that a model is given, so that every
@@ -161,16 +209,17 @@ def attention_config(
         raise ConfigError(f"layer is {layer}; valid: 0 to {layers - 1}, the layers of the model")
     if not 0 <= tensor_parallel_rank < tensor_parallel_size:
         raise ConfigError(f"tensor_parallel_rank is {tensor_parallel_rank}; valid: 0 to {tensor_parallel_size - 1}")
-    heads = config.num_attention_heads
-    kv_heads = heads if config.model_type == "deepseek_v3" else getattr(config, "num_key_value_heads", None) or heads
+    own = config.per_layer_config[layer] if getattr(config, "is_heterogeneous", False) else config
+    heads = own.num_attention_heads
+    kv_heads = heads if family.latent is not None else getattr(own, "num_key_value_heads", None) or heads
     for name, count in (("num_attention_heads", heads), ("num_key_value_heads", kv_heads)):
         if count % tensor_parallel_size:
             raise ConfigError(
                 f"{name} is {count}; valid: a multiple of tensor_parallel_size, which is {tensor_parallel_size}"
             )
-    own_width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    width, width_v = (own_width, own_width) if family.widths is None else family.widths(config)
-    side, rate = family.window(config, layer), float(getattr(config, family.dropout) or 0.0)
+    own_width = getattr(own, "head_dim", None) or own.hidden_size // heads
+    width, width_v = (own_width, own_width) if family.widths is None else family.widths(own)
+    side, rate = family.window(config, layer), dropout_rate(config)
     return AttentionConfig(
         heads=heads // tensor_parallel_size,
         kv_heads=kv_heads // tensor_parallel_size,
@@ -205,17 +254,19 @@ def family_of(config: Any) -> Family:
             raise ConfigError(f"{setting} is {value!r}: it {why}; valid with planned attention: {valid!r}")
     rope = getattr(config, "rope_parameters", None) or {}
     for parameters in (rope, *(part for part in rope.values() if isinstance(part, dict))):
-        if parameters.get("rope_type") in REFUSED_ROPE_TYPES:
+        is_fixed = family.has_alpha and parameters.get("alpha")
+        if parameters.get("rope_type") in REFUSED_ROPE_TYPES and not is_fixed:
             raise ConfigError(
                 f"rope_type is {parameters['rope_type']!r}: its frequencies depend on the longest position of a rank's "
-                "own rows; valid with planned attention: default, linear, llama3, yarn"
+                "own rows; valid with planned attention: default, linear, llama3, yarn, proportional"
             )
     return family
 
 
-def has_dropout(config: Any) -> bool:
-    """Return True if the layers of a model have attention dropout. Raises ConfigError as :func:`family_of`."""
-    return bool(getattr(config, family_of(config).dropout))
+def dropout_rate(config: Any) -> float:
+    """Return the dropout rate of a model's attention weights. Raises ConfigError as :func:`family_of`."""
+    setting = family_of(config).dropout
+    return float(getattr(config, setting) or 0.0) if setting else 0.0
 
 
 def window_of_side(side: int, mask: str) -> tuple[int, int]:

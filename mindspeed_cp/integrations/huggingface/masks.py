@@ -55,6 +55,13 @@ class ModelMask:
             "valid: no attention_mask"
         )
 
+    def __getitem__(self, index: object) -> ModelMask:
+        """Return the mask itself, for models that keep all queries by a slice. Raises ConfigError for other rows."""
+        queries = index[2] if isinstance(index, tuple) and len(index) == 4 else None
+        if not isinstance(queries, slice) or queries.start or queries.stop is not None:
+            raise ConfigError(f"rows {index} of the mask are wanted; valid: all rows, logits_to_keep=0")
+        return self
+
 
 def planned_mask(*, mask_function: Any, attention_mask: Any = None, **others: Any) -> ModelMask:
     """Return what a model passes to its layers as attention_mask: the function that says what is visible.

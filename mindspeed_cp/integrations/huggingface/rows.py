@@ -13,7 +13,7 @@ from torch import Tensor
 from mindspeed_cp.comm import group_size, resolve_group
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.integrations.huggingface.batch import documents_of_batch
-from mindspeed_cp.integrations.huggingface.families import has_dropout
+from mindspeed_cp.integrations.huggingface.families import dropout_rate
 from mindspeed_cp.integrations.huggingface.plans import RankPlans, rank_plans_on_mesh
 from mindspeed_cp.layout.runs import as_integers
 
@@ -128,5 +128,5 @@ def packed_row_plans(
     documents = documents_of_batch({"input_ids": position_ids, "position_ids": position_ids})
     first = int(mesh.mesh.flatten()[0])  # another one in other replicas
     seeds = np.random.SeedSequence([seed, first, number]).generate_state(1, np.uint32)
-    dropout_seed = int(seeds[0]) if has_dropout(config) else None
+    dropout_seed = int(seeds[0]) if dropout_rate(config) else None
     return rank_plans_on_mesh(config, documents, mesh, dropout_seed=dropout_seed, **arguments)

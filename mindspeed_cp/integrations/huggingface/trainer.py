@@ -25,7 +25,7 @@ from torch.utils.data import Dataset
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.integrations.huggingface.batch import planned_batch
-from mindspeed_cp.integrations.huggingface.families import has_dropout
+from mindspeed_cp.integrations.huggingface.families import dropout_rate
 
 #: Settings of TrainingArguments, or of what they hold, with their only valid value and why.
 _SETTINGS: tuple[tuple[str, Any, str], ...] = (
@@ -75,7 +75,7 @@ class PlannedCollator:
     ) -> None:
         self.config, self.mesh, self.algorithm, self.seed, self.arguments = config, mesh, algorithm, seed, arguments
         self.epoch = 0
-        self._has_dropout = has_dropout(config)
+        self._dropout_rate = dropout_rate(config)
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the keyword arguments of the model for one row.
@@ -109,7 +109,7 @@ class PlannedCollator:
         lengths = [len(document["input_ids"]) for document in documents]
         batch["cu_seq_lens_q"] = torch.tensor([0, *lengths]).cumsum(0)
         seed = np.random.SeedSequence([self.seed, self.epoch, rows[0]["number"]]).generate_state(1, np.uint32)[0]
-        arguments = {"dropout_seed": int(seed), **self.arguments} if self._has_dropout else self.arguments
+        arguments = {"dropout_seed": int(seed), **self.arguments} if self._dropout_rate else self.arguments
         cut, labels = planned_batch(batch, self.config, self.mesh, self.algorithm, **arguments)
         return {**cut, "labels": labels, "shift_labels": labels}
 

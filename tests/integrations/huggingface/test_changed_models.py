@@ -13,7 +13,7 @@ import torch
 
 from mindspeed_cp import ConfigError, Documents, Topology
 from mindspeed_cp.integrations import huggingface as cp
-from tests.integrations.huggingface.models import MODELS, make_config, make_model, whole_batch
+from tests.integrations.huggingface.models import make_config, make_model, names, whole_batch
 
 LENGTHS = (9, 4)
 
@@ -63,7 +63,7 @@ def scaled(index: int) -> Callable[[Any, dict[str, Any]], None]:
 
 #: Model, change, and what the error names.
 CHANGES: list[tuple[str, Callable[[Any, dict[str, Any]], None], str]] = [
-    *[(name, scaled(index), f"layer {index} .*scaling") for name in ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3", "gpt_oss", "deepseek_v3", "gpt2") for index in (0, 1)],
+    *[(name, scaled(index), f"layer {index} .*scaling") for name in ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "mixtral", "gemma2", "gemma3", "gpt_oss", "deepseek_v3", "gpt2", "gemma4", "deepseek_v2", "granite") for index in (0, 1)],
     ("bert", scaled(0), "layer 0 .*scaling"),
     ("mistral", on_config("sliding_window", 5), r"layer 0 .*sliding_window is 5, but the plan has window \(8, 0\)"),
     ("mistral", on_config("sliding_window", None), "layer 0 .*sliding_window is None"),
@@ -79,6 +79,13 @@ CHANGES: list[tuple[str, Callable[[Any, dict[str, Any]], None], str]] = [
     ("gemma3", on_config("sliding_window", 3), "layer 0 .*mask hides"),
     ("gemma3", on_config("layer_types", ["sliding_attention"] * 2), "layer 1 .*mask hides"),
     ("modernbert", on_layer(1, "sliding_window", 4), "layer 1 .*sliding_window"),
+    ("phi3", on_config("sliding_window", 5), r"layer 0 .*sliding_window is 5, but the plan has window \(8, 0\)"),
+    ("smollm3", on_layer(0, "sliding_window", None), "layer 0 .*sliding_window is None"),
+    ("gemma4", on_layer(0, "sliding_window", 7), "layer 0 .*sliding_window"),
+    ("gemma4", on_config("sliding_window", 3), "layer 0 .*mask hides"),
+    ("gemma4", as_argument("logits_to_keep", 3), "logits_to_keep is 3"),
+    ("qwen2_moe", on_config("layer_types", ["sliding_attention"] * 2), "layer 0 .*mask"),
+    ("ernie4_5", on_layer(1, "attention_dropout", 0.1), "layer 1 .*dropout is 0.1"),
     ("llama", as_argument("sliding_window", 6), "layer 0 .*sliding_window"),
     ("gemma2", on_layer(1, "attn_logit_softcapping", 30.0), "layer 1 .*softcap is 30.0"),
     ("llama", as_argument("softcap", 20.0), "layer 0 .*softcap is 20.0"),
@@ -117,11 +124,11 @@ def test_a_change_behind_the_plan_is_an_error(
 
 
 @pytest.mark.parametrize("rope", ["dynamic", "longrope"])
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "hunyuan_v1_dense"])
 def test_positions_that_depend_on_the_rows_of_a_rank_are_refused(name: str, rope: str) -> None:
     config = make_config(name)
     parameters = config.rope_parameters["full_attention"] if name == "gemma3" else config.rope_parameters
-    parameters["rope_type"] = rope
+    parameters |= {"rope_type": rope, "alpha": None if name == "hunyuan_v1_dense" else 50.0}
     with pytest.raises(ConfigError, match=f"rope_type is '{rope}': its frequencies depend on the longest position"):
         cp.build_plans(config, Documents(LENGTHS), Topology(1, 1))
 
@@ -135,7 +142,7 @@ def test_a_model_that_ignores_plans_is_refused() -> None:
     assert cp.build_plans(model.config, Documents(LENGTHS), Topology(1, 1)).layout.ranks == 1
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", names())
 def test_an_unchanged_model_runs(name: str) -> None:
     run(name, lambda model, batch: None)
 
@@ -144,6 +151,9 @@ def test_an_unchanged_model_runs(name: str) -> None:
 REFUSED = [
     ("gemma2", {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping is 50.0: it caps the scores.*; valid with planned attention: None"),
     ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+    ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention is True"),
+    ("gemma4", {"use_bidirectional_attention": "all"}, "is_causal is False: it lets tokens see later ones"),
+    ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 4}, "use_sliding_window is True: it .*; valid .*: False"),
     ("llama", {"is_causal": False}, "is_causal is False"),
     ("bert", {"is_decoder": True}, "is_decoder is True"),
     ("gpt2", {"add_cross_attention": True}, "add_cross_attention is True"),

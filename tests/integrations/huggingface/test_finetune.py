@@ -71,6 +71,15 @@ def test_replicas_share_the_pages_and_another_run_needs_another_folder(tmp_path:
         check_run(Namespace(**{**begun, "data": Path(written(tmp_path / "chats.jsonl", CHATS))}))
 
 
+def test_every_family_can_be_trained(monkeypatch) -> None:
+    from mindspeed_cp.integrations.huggingface import FAMILIES
+
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    from finetune_hf import MODELS
+
+    assert MODELS.keys() == FAMILIES.keys()
+
+
 def read(path: Path, text: str) -> list[dict]:
     """Samples of a file with a text."""
     from finetune_data import read_samples  # beside the example
@@ -117,7 +126,7 @@ def test_masks_hide_a_share_of_what_is_learned(monkeypatch) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("model", ["gemma2", "mixtral", "deepseek_v3", "modernbert"])
+@pytest.mark.parametrize("model", ["gemma2", "mixtral", "deepseek_v3", "modernbert", "gemma4_text"])
 def test_every_kind_of_model_trains_the_same_on_more_ranks(tmp_path: Path, model: str) -> None:
     losses_of = {}
     for ranks in ("1", "3"):

@@ -21,7 +21,7 @@ from mindspeed_cp.integrations import huggingface as cp
 from mindspeed_cp.integrations.huggingface import attention as attention_module
 from mindspeed_cp.integrations.huggingface.masks import ModelMask, check_mask, compared_pairs
 from mindspeed_cp.plan import AttentionConfig
-from tests.integrations.huggingface.models import MODELS, make_config, make_model, mesh_of, whole_batch
+from tests.integrations.huggingface.models import make_config, make_model, mesh_of, names, whole_batch
 
 #: Of full_attention and sliding_attention: keyword arguments of create_*_mask, or another maker of masks.
 Change = Callable[[np.ndarray], dict[str, Any]]
@@ -276,14 +276,14 @@ def test_layers_without_a_mask_of_transformers_are_refused() -> None:
         llama(**rows, attention_mask=ModelMask(hf.causal_mask_function))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", names())
 def test_masks_of_all_families_are_accepted_on_any_rank(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cp.register()
     empty = lambda q, k, v, *arguments, **others: torch.zeros(*q.shape[:2], v.shape[-1])  # noqa: E731
     monkeypatch.setattr(attention_module, "context_parallel_attention", empty)
     model = make_model(make_config(name), cp.IMPLEMENTATION)
     packs = [Documents([30, 3, 0, 40])]
-    if name not in ("bert", "modernbert"):
+    if cp.FAMILIES[model.config.model_type].mask == "causal":
         packs.append(Documents([9, 8, 8], parents=[-1, 0, 0]))
         packs.append(Documents([30, 20], blocks=[[3, 9], [30, 34]]))
     for documents in packs:
