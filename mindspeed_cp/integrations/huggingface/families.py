@@ -34,7 +34,7 @@ class Family:
             None: all.
         scale: function of (configuration, layer, channels of q and k) that returns the factor of the scores.
         dropout: name of the setting with the dropout rate of attention weights; None: the layers have none.
-        widths: function of the configuration that returns the channels of q and k, and of v; None: `head_dim`.
+        widths: function of the layer's configuration that returns the channels of q and k, and of v; None: `head_dim`.
         latent: function of the configuration that returns the channels of the latent, and of the keys that all heads
             share; None: the model has none.
         refused: settings with their only valid value and why others do not work; a model without one is valid.
