@@ -97,6 +97,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "helium": ("HeliumConfig", {**_GQA, "head_dim": 8}),
     "cwm": ("CwmConfig", {**_WIDE, **_TURNS}),
     "afmoe": ("AfmoeConfig", {**_WIDE, **_TURNS, **_EXPERTS, "num_experts": 4, "num_shared_experts": 1}),
+    "exaone_moe": ("ExaoneMoeConfig", {**_WIDE, **_TURNS, **_EXPERTS, "num_experts": 4}),
+    "hy_v3": ("HYV3Config", {**_WIDE, **_EXPERTS, "num_experts": 4}),
+    "solar_open": ("SolarOpenConfig", {**_WIDE, **_ROUTED}),
+    "youtu": ("YoutuConfig", _LATENT),
+    "minicpm3": ("MiniCPM3Config", {**_LATENT, "scale_emb": 2.0}),
     "eurobert": ("EuroBertConfig", _GQA),
 }  # fmt: skip
 
