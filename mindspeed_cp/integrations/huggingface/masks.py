@@ -55,11 +55,10 @@ class ModelMask:
             "valid: no attention_mask"
         )
 
-    def __getitem__(self, index: object) -> ModelMask:
-        """Return the mask itself, for models that keep all queries by a slice. Raises ConfigError for other rows."""
-        queries = index[2] if isinstance(index, tuple) and len(index) == 4 else None
-        if not isinstance(queries, slice) or queries.start or queries.stop is not None:
-            raise ConfigError(f"rows {index} of the mask are wanted; valid: all rows, logits_to_keep=0")
+    def __getitem__(self, index: tuple[slice, ...]) -> ModelMask:
+        """Return the mask itself, for models that keep all rows by slices. Raises ConfigError for a part of it."""
+        if any(part not in (slice(None), slice(0, None)) for part in index):
+            raise ConfigError(f"the model wants a part of its mask, {index}; valid: all rows, logits_to_keep=0")
         return self
 
 

@@ -276,6 +276,13 @@ def test_layers_without_a_mask_of_transformers_are_refused() -> None:
         llama(**rows, attention_mask=ModelMask(hf.causal_mask_function))
 
 
+def test_a_mask_is_not_cut() -> None:
+    mask = ModelMask(hf.causal_mask_function)
+    assert mask[:, :, slice(0, None), :] is mask
+    with pytest.raises(ConfigError, match=r"the model wants a part of its mask, .*; valid: all rows, logits_to_keep=0"):
+        mask[:, :, -3:, :]
+
+
 @pytest.mark.parametrize("name", names())
 def test_masks_of_all_families_are_accepted_on_any_rank(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cp.register()
