@@ -15,6 +15,7 @@ from typing import Any
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import AttentionConfig
+from mindspeed_cp.schema.messages import closest_names
 
 #: Name of planned attention among transformers' attention implementations.
 IMPLEMENTATION = "mindspeed_cp"
@@ -251,7 +252,11 @@ def family_of(config: Any) -> Family:
         reasons = [why for kind, why in REFUSED_LAYERS.items() if kind in (getattr(text, "layer_types", None) or ())]
         why = reasons[0] if reasons else "its attention has not been compared with planned attention"
         inner = "its text model's, config.text_config; " if getattr(text, "model_type", None) in FAMILIES else ""
-        raise ConfigError(f"model_type is {name!r}: {why}; valid: {inner}{', '.join(FAMILIES)}")
+        near = closest_names(str(name), FAMILIES) or list(FAMILIES)[:3]
+        raise ConfigError(
+            f"model_type is {name!r}: {why}; valid: {inner}{', '.join(near)} and others, {len(FAMILIES)} in all "
+            "(mindspeed_cp.integrations.huggingface.families.FAMILIES)"
+        )
     family = FAMILIES[name]
     for setting, valid, why in family.refused:
         value = getattr(config, setting, valid)
