@@ -87,7 +87,7 @@ def test_labels_that_are_not_given_are_the_next_tokens(alone: None, monkeypatch:
         model(batch["tokens"], batch["position_ids"], None, packed_seq_params=params).square().mean().backward()
         gradients.append({name: p.grad for name, p in model.named_parameters()})
     for name, gradient in gradients[0].items():
-        assert gradient is not None and torch.allclose(gradient, gradients[1][name], rtol=1e-5, atol=1e-7), name
+        torch.testing.assert_close(gradient, gradients[1][name], rtol=0, atol=1e-5 * float(gradient.abs().max()))
     assert any(gradient.any() for name, gradient in gradients[0].items() if name.startswith("mtp."))
 
 
