@@ -82,7 +82,7 @@ def _keeping(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-@torch.compiler.disable(reason="plans are no tensors")
+@torch.compiler.disable  # plans are no tensors
 def latents_travel(layer: Any, plan: object) -> bool:
     """Return True if latents travel in the plan of a layer's call."""
     index = getattr(layer, "layer_idx", None)
@@ -145,7 +145,7 @@ class BatchChecks:
 BATCH_CHECKS = BatchChecks()
 
 
-@torch.compiler.disable(reason="a plan's messages are no graph; everything around attention is compiled")
+@torch.compiler.disable  # a plan's messages are no graph; everything around attention is compiled
 def planned_attention(
     module: Any,
     query: Tensor,
