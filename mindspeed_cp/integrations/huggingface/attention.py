@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from inspect import signature
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -25,6 +26,8 @@ from mindspeed_cp.integrations.huggingface.masks import ModelMask, check_mask, p
 from mindspeed_cp.integrations.huggingface.plans import RankPlans
 from mindspeed_cp.plan import AttentionConfig
 from mindspeed_cp.schema.numbers import check_count
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def register(check_attention: int | None = None) -> str:
@@ -82,7 +85,14 @@ def _keeping(forward: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-@torch.compiler.disable  # plans are no tensors
+def not_compiled(reason: str) -> Callable[[Function], Function]:
+    """Return a decorator for functions that torch.compile calls as they are; torch 2.7 takes no reason."""
+    takes_reason = "reason" in signature(torch.compiler.disable).parameters
+    decorator: Callable[[Function], Function] = torch.compiler.disable(**({"reason": reason} if takes_reason else {}))
+    return decorator
+
+
+@not_compiled("plans are no tensors")
 def latents_travel(layer: Any, plan: object) -> bool:
     """Return True if latents travel in the plan of a layer's call."""
     index = getattr(layer, "layer_idx", None)
@@ -145,7 +155,7 @@ class BatchChecks:
 BATCH_CHECKS = BatchChecks()
 
 
-@torch.compiler.disable  # a plan's messages are no graph; everything around attention is compiled
+@not_compiled("a plan's messages are no graph; everything around attention is compiled")
 def planned_attention(
     module: Any,
     query: Tensor,
