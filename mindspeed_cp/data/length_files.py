@@ -60,9 +60,9 @@ def read_data_file(path: Path, column: str | None = None, tokenizer: Path | None
 
 def _files_of(path: Path) -> list[Path]:
     """Return the files of a folder, or those that a prefix of Megatron's stands for."""
-    index = path if path.suffix == ".idx" else path.with_suffix(".idx")
     if not path.is_dir():
-        return [index]
+        is_pair = path.suffix in (".idx", ".bin")
+        return [path.with_suffix(".idx") if is_pair else path.with_name(f"{path.name}.idx")]
     files = sorted(file for file in path.rglob("*") if file.suffix in _ARROW)
     if not files:
         raise ConfigError(f"lengths {path}: the folder has no file of {' or '.join(_ARROW)}; give one that has")
@@ -151,8 +151,7 @@ def _arrow_columns(path: Path, files: Iterable[Path], column: str | None) -> Ite
             if file.suffix == ".parquet":
                 source = ParquetFile(file)
                 schema = source.schema_arrow
-                name = _chosen(f"lengths {file}", dict(zip(schema.names, map(str, schema.types), strict=True)), column)
-                batches = source.iter_batches(columns=[name])
+                batches = source.iter_batches(columns=None if column is None else [column])
             else:  # Hugging Face writes streams, pyarrow itself also files
                 try:
                     batches = source = pa.ipc.open_stream(pa.memory_map(str(file)))
@@ -160,7 +159,7 @@ def _arrow_columns(path: Path, files: Iterable[Path], column: str | None) -> Ite
                     source = pa.ipc.open_file(pa.memory_map(str(file)))
                     batches = map(source.get_batch, range(source.num_record_batches))
                 schema = source.schema
-                name = _chosen(f"lengths {file}", dict(zip(schema.names, map(str, schema.types), strict=True)), column)
+            name = _chosen(f"lengths {file}", dict(zip(schema.names, map(str, schema.types), strict=True)), column)
             for batch in batches:
                 values = batch.column(batch.schema.get_field_index(name))
                 if values.null_count:

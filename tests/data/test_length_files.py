@@ -43,6 +43,8 @@ def write_tokenizer(folder: Path) -> Path:
 @pytest.mark.parametrize("modes", [b"", b"\0\0\0\0"])
 def test_documents_of_an_index_are_sums_of_their_sequences(tmp_path: Path, modes: bytes) -> None:
     write_index(tmp_path / "text.idx", [5, 6, 0, 2**31 - 1], [0, 2, 3, 4], modes)
+    write_index(tmp_path / "a.b.idx", [7], [0, 1])
+    assert read_data_file(tmp_path / "a.b").tolist() == [7]  # a prefix with a point
     for name in ("text.idx", "text.bin", "text"):  # as --data-path has it
         assert read_data_file(tmp_path / name).tolist() == [11, 0, 2**31 - 1]
     with pytest.raises(ConfigError, match="has no columns; leave out --column a"):
