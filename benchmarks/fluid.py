@@ -7,7 +7,7 @@
 Prints time of a layer by the simulator over that of the fluid simulation: below 1 the simulator is early. The fluid
 simulation is event-driven: between two events every message that is under way has a constant rate, and the rates are
 max-min fair over all links (progressive filling): in-node ports or pair links, limits of a rank's sum, and NICs, which
-ranks may share. All else is as in :mod:`mindspeed_cp.simulate.simulator`: kernels, steps and latencies.
+ranks may share. All else is as in :mod:`mindspeed_cp.simulate.simulator`: kernels, steps, launches in order, latencies.
 Posting takes no time in both. 32 heads of 128 channels, and so many tokens for each rank.
 """
 
@@ -26,6 +26,7 @@ from mindspeed_cp.cluster import load_cluster
 from mindspeed_cp.cluster.cluster import Cluster
 from mindspeed_cp.data.lengths import sample_batch
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.plan.transfers import PAIR_STREAMS, launch_numbers
 from mindspeed_cp.simulate.timeline import Timeline
 
 ALGORITHMS = (*("ring", "direct", "direct:prefetch=2", "hybrid", "ulysses", "double_ring", "hierarchical"),)
@@ -105,13 +106,16 @@ class FluidDirection:
         table: records of dtype TRANSFER, sorted by `start`.
         links: links of the cluster.
         begin: seconds at which each rank begins, fp64 [ranks].
+        in_order: a rank's launches are in order, as in :func:`mindspeed_cp.simulate.simulator.simulate_direction`.
 
     Attributes:
         end: seconds at which each rank's steps end, fp64 [ranks, steps].
         message_end: seconds at which each message has arrived, fp64 [messages].
     """
 
-    def __init__(self, kernels: np.ndarray, table: np.ndarray, links: FluidLinks, begin: np.ndarray) -> None:
+    def __init__(
+        self, kernels: np.ndarray, table: np.ndarray, links: FluidLinks, begin: np.ndarray, in_order: bool = True
+    ) -> None:
         ranks, steps = kernels.shape
         self.kernels, self.links = kernels, links
         self.src, self.dst, self.done = (table[name].copy() for name in ("src", "dst", "done"))
@@ -119,13 +123,17 @@ class FluidDirection:
         self.tolerance = TOLERANCE * np.maximum(self.left, 1)
         self.way = links.way(self.src, self.dst)
         self.latency = links.latency(self.src, self.dst)
-        self.bounds = np.searchsorted(table["start"], np.arange(steps + 1))
+        self.start = table["start"].copy()
+        self.launch = launch_numbers(table) if in_order else np.zeros(len(table), np.int64)
+        self.unfinished = np.zeros((ranks, int(self.launch.max(initial=0)) + 1), np.int64)  # messages of launches
+        self._count(self.unfinished, self.launch, np.arange(len(table)), 1)
+        self.arrivals: list[tuple[float, int]] = []  # and message
         self.end, self.message_end = np.full((ranks, steps), np.nan), np.full(len(table), np.nan)
         self.earliest = np.zeros((ranks, steps))  # at which a step may end, by what is known so far
         self.due = np.zeros((ranks, steps), np.int64)  # messages that have not arrived
-        self._count_due(np.arange(len(table)), 1)
+        self._count(self.due, self.done, np.arange(len(table)), 1)
         self.begun = np.zeros((ranks, steps), bool)
-        self.posted = np.zeros(len(table), bool)
+        self.unposted = np.arange(len(table))
         self.under_way = np.zeros(0, np.int64)
         self.begins = [(float(seconds), rank, 0) for rank, seconds in enumerate(begin)]  # and step
         heapq.heapify(self.begins)
@@ -133,13 +141,16 @@ class FluidDirection:
     def run(self) -> FluidDirection:
         """Simulate all steps."""
         now, rates = 0.0, np.zeros(0)
-        while len(self.under_way) or self.begins:
+        while len(self.under_way) or self.begins or self.arrivals:
             span = (self.left[self.under_way] / rates).min() if len(self.under_way) else np.inf
-            until = min(now + span, self.begins[0][0] if self.begins else np.inf)
+            until = min(now + span, *(events[0][0] for events in (self.begins, self.arrivals) if events), np.inf)
             self.left[self.under_way] -= rates * (until - now)
             now = until
             while self.begins and self.begins[0][0] <= now:
                 self._begin_steps(now)
+            while self.arrivals and self.arrivals[0][0] <= now:
+                self._count(self.unfinished, self.launch, np.array([heapq.heappop(self.arrivals)[1]]), -1)
+            self._post()
             through = self.left[self.under_way] <= self.tolerance[self.under_way]
             if through.any():
                 self._arrive(self.under_way[through], now)
@@ -147,10 +158,10 @@ class FluidDirection:
             rates = fair_rates(self.way[self.under_way], self.links.capacity)
         return self
 
-    def _count_due(self, messages: np.ndarray, change: int) -> None:
-        """Add messages to, or take them from, those that are due in their steps on both ends."""
+    def _count(self, counts: np.ndarray, column: np.ndarray, messages: np.ndarray, change: int) -> None:
+        """Add messages to, or take them from, those that both ends have in each column."""
         for rank in (self.src, self.dst):
-            np.add.at(self.due, (rank[messages], self.done[messages]), change)
+            np.add.at(counts, (rank[messages], column[messages]), change)
 
     def _begin_steps(self, now: float) -> None:
         """Begin the steps that begin now, and post their messages."""
@@ -161,24 +172,25 @@ class FluidDirection:
         for step, ranks in steps.items():
             self.begun[ranks, step] = True
             self.earliest[ranks, step] = np.maximum(self.earliest[ranks, step], now + self.kernels[ranks, step])
-            self._post(step)
             self._end_steps(np.array(ranks), step)
 
-    def _post(self, step: int) -> None:
-        """Send the messages of a step that may begin."""
-        messages = np.arange(self.bounds[step], self.bounds[step + 1])
-        messages = messages[~self.posted[messages]]
-        begun = self.begun[:, step]
-        messages = messages[begun[self.src[messages]] & begun[self.dst[messages]]]
-        self.posted[messages] = True
-        self.under_way = np.concatenate([self.under_way, messages])
+    def _post(self) -> None:
+        """Send the messages that may begin."""
+        messages, head = self.unposted, (self.unfinished > 0).argmax(1)  # the launch that a rank is at
+        may_begin = np.ones(len(messages), bool)
+        for rank in (self.src[messages], self.dst[messages]):
+            may_begin &= self.begun[rank, self.start[messages]] & (head[rank] == self.launch[messages])
+        self.unposted = messages[~may_begin]
+        self.under_way = np.concatenate([self.under_way, messages[may_begin]])
 
     def _arrive(self, messages: np.ndarray, now: float) -> None:
         self.message_end[messages] = arrived = now + self.latency[messages]
         done = self.done[messages]
         for rank in (self.src, self.dst):
             np.maximum.at(self.earliest, (rank[messages], done), arrived)
-        self._count_due(messages, -1)
+        self._count(self.due, self.done, messages, -1)
+        for event in zip(arrived.tolist(), messages.tolist(), strict=True):
+            heapq.heappush(self.arrivals, event)
         for step in np.unique(done).tolist():
             self._end_steps(np.flatnonzero(self.begun[:, step]), step)
 
@@ -201,7 +213,8 @@ def fluid_ends(timeline: Timeline) -> tuple[np.ndarray, np.ndarray]:
     rest = timeline.steps_backward[:, 0, 0] - timeline.steps_forward[:, -1, 2]  # linear layers between the directions
     for direction in ("forward", "backward"):
         steps = timeline.steps(direction)
-        made = FluidDirection(steps[:, :, 1] - steps[:, :, 0], timeline.transfers(direction), links, begin).run()
+        kernels, in_order = steps[:, :, 1] - steps[:, :, 0], timeline.plan.algorithm not in PAIR_STREAMS
+        made = FluidDirection(kernels, timeline.transfers(direction), links, begin, in_order).run()
         out.append(made.end)
         begin = made.end[:, -1] + rest
     return out[0], out[1]

@@ -14,7 +14,7 @@ import numpy as np
 from mindspeed_cp import AttentionConfig
 from mindspeed_cp.cluster import Cluster, ComputeCost
 from mindspeed_cp.plan import Plan
-from mindspeed_cp.plan.transfers import transfers
+from mindspeed_cp.plan.transfers import PAIR_STREAMS, transfers
 from mindspeed_cp.simulate.link_queues import LinkQueues
 from mindspeed_cp.simulate.simulator import linear_times, simulate_direction, with_projections
 from mindspeed_cp.simulate.tile_work import TileCounter, TileWork
@@ -109,7 +109,8 @@ def layer(candidate: Candidate, cluster: Cluster) -> Layer:
         kernels = with_projections(candidate.tiles(name).seconds(cost, backward), linear, plan)
         table = transfers(plan, name, cost.layer.bytes_per_element, cost.layer.hidden_row_bytes)
         begin = now + linear.rest if backward else now
-        steps, _ = simulate_direction(kernels, table, candidate.links(cluster, plan.topology.nodes), begin)
+        links = candidate.links(cluster, plan.topology.nodes)
+        steps, _ = simulate_direction(kernels, table, links, begin, plan.algorithm not in PAIR_STREAMS)
         busy += (steps[:, :, 1] - steps[:, :, 0]).sum(1) + linear.rest
         exposed += (steps[:, :, 2] - steps[:, :, 1]).sum(1)
         now = steps[:, -1, 2] + (0.0 if backward else linear.rest)

@@ -13,6 +13,7 @@ second travel: half of them at the beginning, half at the end. Zeppelin (2509.21
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Annotated, Literal
@@ -37,10 +38,13 @@ from mindspeed_cp.plan.problem import AttentionConfig, Topology, document_pairs
 from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.simulate.simulator import simulate_plan
 from mindspeed_cp.simulate.tile_work import COARSE_SPANS
-from mindspeed_cp.simulate.timeline import fetch_waits
+from mindspeed_cp.simulate.timeline import Timeline, fetch_waits
 
 #: Pieces of fetched keys that are tried, and the least share of a layer that ranks wait for keys where they are.
 FETCH_PIECES, LEAST_FETCH_WAITS = 2, 0.005
+
+#: Values of a cluster that are fixed costs of kernels, and of messages.
+FIXED_COSTS = (("launch",), ("posting", "in_node_latency", "network_latency"))
 
 #: Steps of fetched documents that need nothing from other nodes: the local block, and two rounds inside the node.
 LOCAL_STEPS = 3
@@ -67,6 +71,7 @@ def build_hierarchical(
     sequence_parallel: Annotated[bool, FromModel()] = False,
     simulated_placements: Annotated[int | None, AtLeast(1, "placements")] = None,
     fetch_pieces: Annotated[int | None, AtLeast(1, "pieces")] = None,
+    robustness: Annotated[float, AtLeast(0, "of the time of a layer")] = 0.01,
 ) -> Plan:
     """Every document on the ranks where it is cheapest: one rank, some ranks of a node, or several nodes.
 
@@ -95,6 +100,10 @@ def build_hierarchical(
             simulated.
         fetch_pieces: pieces in which fetched keys and values, and their gradients, travel; attention on a piece begins
             when it is there. Default: 2 if that is faster where placements are simulated, else 1.
+        robustness: share of the modelled time that may be given up for a plan that loses less where fixed costs are
+            higher. Of the simulated placements that are up to so much slower than the fastest, the one is used that
+            loses least to the others if launches, or posts and latencies of messages, take the most that the cluster
+            says they may (its `ranges`); 0: the fastest by the cluster's values.
 
     Raises:
         ConfigError: the cluster has fewer ranks per node than the topology, or a document exceeds
@@ -107,7 +116,10 @@ def build_hierarchical(
 
     def build(placement: Placement) -> Plan | None:
         """Return the plan of a placement; None if it exceeds the token cap."""
-        plan = plan_from_placement(placement, documents, kv_documents, topology, attention, routing, prefetch, cap)
+        early = result.model.score(placement).early if placement.split else None
+        plan = plan_from_placement(
+            placement, documents, kv_documents, topology, attention, routing, prefetch, cap, early
+        )
         if cap is not None and plan.layout.token_counts.max() > cap:
             return None
         if placement.policy.remap:
@@ -127,6 +139,8 @@ def build_hierarchical(
                 raise
             continue
         placements = result.best_of_policies(simulated_placements - levelled)
+        if robustness and simulated_placements > 1:
+            placements = list(dict.fromkeys([*placements, *result.robust()]))
         plans = {placement: plan for placement in placements if (plan := build(placement)) is not None}
         if plans:
             break
@@ -138,20 +152,34 @@ def build_hierarchical(
     if simulated_placements == 1:
         return next(iter(plans.values()))
     cluster, layer = cluster_of(topology), LayerCost.for_attention(attention, *sizes, sequence_parallel)
-    timelines = {placement: simulate_plan(plan, cluster, layer, COARSE_SPANS) for placement, plan in plans.items()}
-    order = sorted(timelines, key=lambda placement: timelines[placement].total)
-    best = timelines[order[0]]
-    for placement in order[:levelled]:  # again, with less work for the ranks that waited long
-        timeline = timelines[placement]
+
+    slower = [cluster.at_range_end(True, names) for names in FIXED_COSTS]
+
+    def simulate(plan: Plan) -> Timeline:
+        return simulate_plan(plan, cluster, layer, COARSE_SPANS)
+
+    def choose(timelines: Sequence[Timeline]) -> Timeline:
+        """Return the timeline, of those that are nearly as short as the shortest, whose plan loses least to the others
+        with larger fixed costs."""
+        near = [each for each in timelines if each.total <= (1 + robustness) * min(each.total for each in timelines)]
+        if len(near) == 1:
+            return near[0]
+        totals = [[simulate_plan(each.plan, at, layer, COARSE_SPANS).total for at in slower] for each in near]
+        losses = np.array([[each.total, *others] for each, others in zip(near, totals, strict=True)])
+        return near[int((losses / losses.min(0)).max(1).argmin())]
+
+    timelines = {placement: simulate(plan) for placement, plan in plans.items()}
+    tried = list(timelines.values())
+    for placement in sorted(timelines, key=lambda placement: timelines[placement].total)[:levelled]:
+        timeline = timelines[placement]  # again, with less work for the ranks that waited long
         delay = timeline.steps_backward[:, -1, 2] - timeline.compute - timeline.linear
         another = result.levelled(placement, delay)
         levelled_plan = None if another is None else build(another)
         if levelled_plan is not None:
-            timeline = simulate_plan(levelled_plan, cluster, layer, COARSE_SPANS)
-            best = min(best, timeline, key=lambda timeline: timeline.total)
+            tried.append(simulate(levelled_plan))
+    best = choose(tried)
     if fetch_pieces is None and fetch_waits(best) >= LEAST_FETCH_WAITS * best.total:
-        in_pieces = simulate_plan(cut_fetches(best.plan, FETCH_PIECES), cluster, layer, COARSE_SPANS)
-        best = min(best, in_pieces, key=lambda timeline: timeline.total)
+        best = choose([best, simulate(cut_fetches(best.plan, FETCH_PIECES))])
     return best.plan
 
 
@@ -175,7 +203,8 @@ def choose_placement(
     """
     layer = LayerCost.for_attention(attention, hidden_size, ffn_hidden_size, tensor_model_parallel_size)
     model = PlacementModel(queries, keys, topology, attention, cluster_of(topology), layer, routing)
-    return PlacementSearch(model, max_seqlen_per_dp_cp_rank, remap if remap in ("off", "auto") else "on", head_split)
+    remap = remap if remap in ("off", "auto") else "on"
+    return PlacementSearch(model, max_seqlen_per_dp_cp_rank, remap, head_split)
 
 
 def plan_from_placement(
@@ -187,6 +216,7 @@ def plan_from_placement(
     routing: bool = True,
     prefetch: int = 1,
     token_cap: int | None = None,
+    early: np.ndarray | None = None,
 ) -> Plan:
     """Return the plan of a placement.
 
@@ -195,6 +225,7 @@ def plan_from_placement(
         queries, keys: documents by lengths of queries and of keys.
         topology, attention, routing, prefetch: as for `build_hierarchical`.
         token_cap: maximum number of tokens on a rank, kept in spite of rounding; None: no limit.
+        early: `PlacementEstimate.early` of the placement; None: all ranks begin the backward at once.
     """
     is_split = np.isin(queries.tree_numbers, placement.split_documents)
     head_parts = []
@@ -217,7 +248,7 @@ def plan_from_placement(
         for size, members in placement.split.items():
             group_pairs = np.bincount(members.rank, work[members.doc] * members.share, topology.ranks // size)
             beside += np.repeat(group_pairs, size) / size
-        fetch_options = routing, prefetch, beside if is_split.any() else None
+        fetch_options = routing, prefetch, beside if is_split.any() else None, 0.0 if early is None else early
         programs = staged(q_layout, kv_layout, attention, topology, *fetch_options)
         parts = [Plan("hierarchical", attention, topology, q_layout, kv_layout, q_layout, kv_layout, *programs)]
     parts += head_parts

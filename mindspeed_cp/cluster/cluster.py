@@ -6,9 +6,10 @@ bytes/second (one direction) and FLOP/s.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -30,6 +31,14 @@ DEFAULT_POSTING = 2.5e-6
 Rate = Annotated[float, Field(gt=0, le=1e21)]
 Seconds = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
+
+
+#: Values that may have a range.
+Ranged = Literal[
+    "attention_efficiency", "linear_efficiency", "communication_efficiency", "launch", "posting", "in_node_latency",
+    "network_latency",
+]  # fmt: skip
+RANGED: tuple[Ranged, ...] = get_args(Ranged)
 
 
 class KernelTime(Section):
@@ -71,6 +80,7 @@ class Cluster(Section):
         posting: seconds in which a rank computes nothing, for each message that it posts, a send or a receive.
         device: name of the device that `calibrate` measured; empty: none.
         kernel_times: times of the kernels of that device, by which the cuda backend chooses; empty: those of an H200.
+        ranges: the least and the most that values may be, by name; values without a range are taken as certain.
 
     Raises:
         ConfigError: A value is out of range. The message names it and the valid values.
@@ -95,6 +105,7 @@ class Cluster(Section):
     posting: Seconds = DEFAULT_POSTING
     device: str = ""
     kernel_times: Annotated[tuple[KernelTime, ...], Field(strict=False)] = ()  # a file has a list
+    ranges: dict[Ranged, Annotated[tuple[float, float], Field(strict=False)]] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _links_agree(self) -> Cluster:
@@ -107,6 +118,15 @@ class Cluster(Section):
                 else f"must be from pair_bandwidth to pair_bandwidth * {peers} = {upper_bound:g}"
             )
             raise bad_value("rank_bandwidth", self.rank_bandwidth, rule)
+        return self
+
+    @model_validator(mode="after")
+    def _ranges_hold(self) -> Cluster:
+        for name, (least, most) in self.ranges.items():
+            if not 0 <= least <= most or (name.endswith("efficiency") and not 0 < least <= most <= 1):
+                raise bad_value(
+                    f"ranges.{name}", [least, most], "must be the least and the most value that it may have"
+                )
         return self
 
     @property
@@ -136,6 +156,16 @@ class Cluster(Section):
             ConfigError: A name is unknown or a value is out of range.
         """
         return Cluster(**{**dict(self), **changes})
+
+    def at_range_end(self, slow: bool, names: Iterable[str] = RANGED) -> Cluster:
+        """Return the cluster with some values at the slow or at the fast end of their ranges.
+
+        Args:
+            slow: the end at which everything takes longer.
+            names: of RANGED; those without a range stay as they are.
+        """
+        ends = {name: self.ranges[name] for name in names if name in self.ranges}
+        return self.with_values(**{name: end[slow != name.endswith("efficiency")] for name, end in ends.items()})
 
     def with_ranks(self, ranks_per_node: int) -> Cluster:
         """Return the cluster with only the first ranks of each node in use, and their links and NICs.

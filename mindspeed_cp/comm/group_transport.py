@@ -34,6 +34,8 @@ class Transfer:
         sends: True to send, False to receive.
         tag: the same number at both ends; distinguishes transfers between the same two ranks.
         label: description for error messages.
+        due: number of the step that waits for it, the same at both ends. Transfers that are posted together and due at
+            once may be one launch, of which nothing is there before all is.
     """
 
     tensor: Tensor
@@ -41,6 +43,7 @@ class Transfer:
     sends: bool
     tag: int
     label: str
+    due: int = 0
 
 
 class Pending(Protocol):
@@ -96,8 +99,9 @@ class GroupTransport:
     run concurrently and rings of any size, odd sizes included, make progress. On gloo, and if the group has directional
     groups (:func:`mindspeed_cp.comm.open_directional_groups`), each transfer is an operation of its own; with
     directional groups, each direction of each pair has its own stream. Otherwise, on NCCL and HCCL, the transfers of a
-    step are one coalesced launch (`batch_isend_irecv`) on the stream of the group: these libraries need it to run a
-    send and a receive between the same two ranks concurrently. Streams wait for the tensors that the current stream has
+    step that are due in the same step are one coalesced launch (`batch_isend_irecv`) on the stream of the group, those
+    that are due first before others: these libraries need it to run a send and a receive between the same two ranks
+    concurrently. Streams wait for the tensors that the current stream has
     written, and `wait` makes the current stream wait for them; the host never blocks.
 
     Args:
@@ -162,8 +166,7 @@ class GroupTransport:
         if not transfers:
             return []
         pending: dict[int, Pending] = {}
-        # HcclBatchSendRecv takes one send and one receive per rank (CANN 8).
-        for launch in split_launches(transfers) if self._is_hccl else [range(len(transfers))]:
+        for launch in split_launches(transfers, one_each=self._is_hccl):
             operations = [
                 dist.P2POp(
                     dist.isend if t.sends else dist.irecv, t.tensor, self._global_ranks[t.peer], self.group, t.tag
@@ -202,20 +205,19 @@ class GroupTransport:
         return f"the connection failed ({short_cause(str(error))})" + f"; {HCCL_REMEDY}" * self._is_hccl
 
 
-def split_launches(transfers: Sequence[Transfer]) -> list[list[int]]:
-    """Split indices of transfers into launches with at most one send to and one receive from each rank. The n-th
-    transfer to or from a rank is in the n-th launch at both of its ends."""
+def split_launches(transfers: Sequence[Transfer], one_each: bool = True) -> list[list[int]]:
+    """Split indices of transfers into launches of those that are due in one step, those that are due first before
+    others. The n-th transfer to or from a rank is in the n-th of them at both of its ends if `one_each`, else all are
+    in one."""
     # HcclBatchSendRecv (CANN 8) takes one send to and one receive from a rank in a list: K and V are two launches.
-    launches: list[list[int]] = []
-    counts: dict[tuple[int, bool], int] = {}
+    launches: dict[tuple[int, int], list[int]] = {}
+    counts: dict[tuple[int, int, bool], int] = {}
     for index, transfer in enumerate(transfers):
-        key = transfer.peer, transfer.sends
-        launch = counts.get(key, 0)
-        counts[key] = launch + 1
-        if launch == len(launches):
-            launches.append([])
-        launches[launch].append(index)
-    return launches
+        key = transfer.due, transfer.peer, transfer.sends
+        number = counts.get(key, 0)
+        counts[key] = number + one_each
+        launches.setdefault((transfer.due, number), []).append(index)
+    return [launches[key] for key in sorted(launches)]
 
 
 class _PendingWork(NamedTuple):

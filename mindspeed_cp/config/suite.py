@@ -21,6 +21,7 @@ from mindspeed_cp.cluster.cluster import cluster_of, load_cluster
 from mindspeed_cp.device.npu_profile import DEFAULTS, Need, profile_of_process, profile_variants
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import RANK_LIMIT, AttentionConfig, Topology
+from mindspeed_cp.plan.transfers import PAIR_STREAMS
 from mindspeed_cp.schema.base import PositiveFloat, PositiveInt, Section
 from mindspeed_cp.schema.messages import bad_value, format_value, list_keys, unknown_key
 from mindspeed_cp.schema.numbers import divisors
@@ -163,8 +164,7 @@ class SuiteSettings(Section):
     @property
     def uses_directional_groups(self) -> bool:
         """True if transfers between devices use directional groups."""
-        is_ring = self.algorithm in ("ring", "double_ring")
-        return self.p2p_groups == "directional" or (self.p2p_groups == "auto" and is_ring)
+        return self.p2p_groups == "directional" or (self.p2p_groups == "auto" and self.algorithm in PAIR_STREAMS)
 
     @property
     def hccl_options(self) -> dict[str, int]:

@@ -97,7 +97,8 @@ class ProgramRun:
         transfers: list[Transfer] = []
         for op in p2p_ops:
             tag = self._tag + 2 * op.number
-            transfers += [Transfer(x, op.peer, op.sends, tag + i, op.label) for i, x in enumerate(self._buffers(op))]
+            for i, x in enumerate(self._buffers(op)):
+                transfers.append(Transfer(x, op.peer, op.sends, tag + i, op.label, op.due))
         pending = self._transport.post(transfers)
         for i, op in enumerate(p2p_ops):
             pair = slice(2 * i, 2 * i + 2)

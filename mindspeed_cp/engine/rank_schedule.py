@@ -29,6 +29,7 @@ class P2POp:
         rows: rows of the slot; a slice if they are contiguous.
         count: number of rows.
         label: description for error messages.
+        due: step that waits for the message.
     """
 
     number: int
@@ -39,6 +40,7 @@ class P2POp:
     rows: RowIndex
     count: int
     label: str
+    due: int
 
 
 @dataclass(frozen=True)
@@ -166,4 +168,5 @@ def _p2p_op(
         rows=rows,
         count=int(item["rows"]),
         label=f"{'dK and dV' if kind == 'reduce' else 'K and V'}, step {item['start']}, {item['rows']} rows",
+        due=int(item["done"]),
     )

@@ -84,6 +84,24 @@ def traffic(plan: Plan, bytes_per_element: int = 2) -> np.ndarray:
     return out
 
 
+#: Algorithms whose ranks have few neighbours: on devices each direction of each pair has a stream of its own by default
+#: (:mod:`mindspeed_cp.comm.directional_groups`). Other plans have one stream, on which the launches of a rank are in
+#: order.
+PAIR_STREAMS = ("ring", "double_ring")
+
+
+def launch_numbers(table: np.ndarray) -> np.ndarray:
+    """Return the launch that each message belongs to, in the order in which all ranks launch them, int64 [messages]: a
+    rank launches together what a part posts in a step and waits for in one.
+
+    Args:
+        table: records of dtype TRANSFER.
+    """
+    parts, steps = (int(table[name].max(initial=0)) + 1 for name in ("part", "done"))
+    key = (table["start"] * parts + table["part"]) * steps + table["done"]
+    return np.unique(key, return_inverse=True)[1].reshape(-1)
+
+
 def edge_steps(plan: Plan) -> int:
     """Return the number of timeline steps before the first plan step, and after the last one.
 

@@ -2,10 +2,11 @@
 
 Every rank runs the plan's steps in order, as the engine does: it posts the step's messages, computes its tiles on its
 compute stream, and waits for the messages that are due. Each message has a launch overhead, in which the rank computes
-nothing (:func:`.timeline.launch_overheads`). Sends and receives have their own streams: a message travels from the
-moment at which both ends have posted all messages of the step, in parallel with computation. Links are queues
-(:class:`.link_queues.LinkQueues`). Relayed messages are messages of the plan like all others: a rank posts them in the
-step after their arrival.
+nothing (:func:`.timeline.launch_overheads`). Messages travel in parallel with computation, from the moment at which
+both ends have posted all messages of the step and all launches before theirs have ended: a rank has one stream for
+messages, except in rings, where each direction of each pair has its own (`p2p_groups` of the settings). Links are
+queues (:class:`.link_queues.LinkQueues`). Relayed messages are messages of the plan like all others: a rank posts them
+in the step after their arrival.
 
 Each step is simulated for all ranks at once. This is exact with two exceptions where ranks share a NIC: a message of an
 earlier step is served before a message of a later step that was posted before it, and messages of a step that come at
@@ -21,8 +22,9 @@ import numpy as np
 from mindspeed_cp.cluster.cluster import Cluster, load_cluster
 from mindspeed_cp.cluster.compute import ComputeCost, LayerCost
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.layout.runs import group_starts
 from mindspeed_cp.plan.program import Plan
-from mindspeed_cp.plan.transfers import TRANSFER, edge_steps, step_count, transfers
+from mindspeed_cp.plan.transfers import PAIR_STREAMS, TRANSFER, edge_steps, launch_numbers, step_count, transfers
 from mindspeed_cp.schema.numbers import check_type
 from mindspeed_cp.simulate.link_queues import LinkQueues
 from mindspeed_cp.simulate.tile_work import SIMULATED_SPANS, TileCounter, representative_ranks
@@ -55,14 +57,13 @@ def simulate_plan(
     tiles = TileCounter(plan, representative)
     linear_forward, linear_backward = (linear_times(plan, cost, backward) for backward in (False, True))
     compute, begin = np.zeros(plan.ranks), np.zeros(plan.ranks)
-    results = []
+    in_order, results = plan.algorithm not in PAIR_STREAMS, []
     for direction, linear in (("forward", linear_forward), ("backward", linear_backward)):
-        kernels = tiles.work(direction).seconds(cost, direction == "backward")
+        kernels = with_projections(tiles.work(direction).seconds(cost, direction == "backward"), linear, plan)
         table = transfers(plan, direction, cost.layer.bytes_per_element, cost.layer.hidden_row_bytes)
         if len(table) and int(table["done"].max()) >= step_count(plan, direction):
             raise ConfigError(f"plan {plan.algorithm}: a transfer is due after the last step")
-        links = LinkQueues(cost.cluster, plan.topology.nodes)
-        steps, timed = simulate_direction(with_projections(kernels, linear, plan), table, links, begin)
+        steps, timed = simulate_direction(kernels, table, LinkQueues(cluster, plan.topology.nodes), begin, in_order)
         projections = 0.0 if plan.linear_layout is None else linear.before + linear.after
         compute = compute + ((steps[:, :, 1] - steps[:, :, 0]).sum(1) - projections)
         begin = steps[:, -1, 2] + linear_forward.rest + linear_backward.rest
@@ -76,7 +77,7 @@ def simulate_plan(
 
 
 def simulate_direction(
-    kernels: np.ndarray, table: np.ndarray, links: LinkQueues, begin: np.ndarray
+    kernels: np.ndarray, table: np.ndarray, links: LinkQueues, begin: np.ndarray, in_order: bool = True
 ) -> tuple[np.ndarray, np.ndarray]:
     """Simulate one direction of any program of steps.
 
@@ -86,6 +87,8 @@ def simulate_direction(
         links: queues that serve the messages, after what they have served before. Posting takes what their cluster
             says.
         begin: seconds at which each rank begins, fp64 [ranks].
+        in_order: a rank has one stream for messages, on which its launches (`plan.transfers.launch_numbers`) are in
+            order; False: messages of different launches wait for each other on links alone.
 
     Returns:
         (start, computed, end) of each rank's steps, fp64 [ranks, steps, 3], where launches of messages come first, and
@@ -98,18 +101,26 @@ def simulate_direction(
     for field in TRANSFER.names or ():
         timed[field] = table[field]
     launches = launch_overheads(table, ranks, steps, links.cluster.posting)
-    bounds = np.searchsorted(table["start"], np.arange(steps + 1))
+    numbers = launch_numbers(table) if in_order else np.searchsorted(np.unique(table["start"]), table["start"])
+    order = np.argsort(numbers, kind="stable")
+    first = group_starts(numbers[order])
+    launches_of: dict[int, list[np.ndarray]] = {}
+    for messages in np.split(order, first[1:]) if len(first) else ():
+        launches_of.setdefault(int(table["start"][messages[0]]), []).append(messages)
     now = np.asarray(begin, np.float64)
+    stream = np.zeros(ranks)  # seconds from which each rank's communication stream is free
     for step in range(steps):
-        posted = timed[bounds[step] : bounds[step + 1]]
         out[:, step, 0] = now
         now = now + launches[:, step]
-        if len(posted):
-            src, dst, done = (posted[name] for name in ("src", "dst", "done"))
-            ready = np.maximum(now[src], now[dst])
-            posted["begin"], posted["end"] = links.serve(src, dst, posted["bytes"], ready)
+        for messages in launches_of.get(step, ()):
+            src, dst, done = (table[name][messages] for name in ("src", "dst", "done"))
+            ready = np.maximum(now, stream)
+            started, ended = links.serve(src, dst, table["bytes"][messages], np.maximum(ready[src], ready[dst]))
+            timed["begin"][messages], timed["end"][messages] = started, ended
             for rank in (src, dst):
-                np.maximum.at(arrived, (rank, done), posted["end"])
+                np.maximum.at(arrived, (rank, done), ended)
+                if in_order:
+                    np.maximum.at(stream, rank, ended)
         out[:, step, 1] = now + kernels[:, step]
         out[:, step, 2] = now = np.maximum(out[:, step, 1], arrived[:, step])
     return out, timed

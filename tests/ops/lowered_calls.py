@@ -217,7 +217,12 @@ def posted_lists(seed: int) -> Iterator[BatchCall]:
             for operations in _p2p_ops(program, drawn.rank, META)[0]:
                 transfers = [
                     Transfer(
-                        torch.empty(x.count, width, dtype=drawn.dtype, device=META), x.peer, x.sends, x.number, x.label
+                        torch.empty(x.count, width, dtype=drawn.dtype, device=META),
+                        x.peer,
+                        x.sends,
+                        x.number,
+                        x.label,
+                        x.due,
                     )
                     for x in operations
                     for width in (attention.head_dim, attention.head_dim_v)

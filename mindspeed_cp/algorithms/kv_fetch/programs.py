@@ -43,6 +43,7 @@ def staged(
     routing: bool = True,
     prefetch: int = 1,
     beside: np.ndarray | None = None,
+    early: np.ndarray | float = 0.0,
 ) -> tuple[Program, Program]:
     """Return the forward and backward program of a KV fetch.
 
@@ -54,6 +55,8 @@ def staged(
         prefetch: stages in flight while one is computed, 1 or more.
         beside: pairs that each rank computes in other parts of the plan, fp64 [ranks]. Without messages the local block
             then comes in two halves, beside which the redistributions of the other parts travel.
+        early: share of the local block's work that each rank has time for in the backward before all ranks are there
+            with which it computes other parts, fp64 [ranks]; the halves are those of the rest.
     """
     shared = _on_several_ranks(queries) | _on_several_ranks(keys)
     needs = needed_tokens(queries, keys, attention, shared[queries.spans["doc"]])
@@ -66,11 +69,11 @@ def staged(
     late = np.minimum(0.5, LATE_SHARE * total_pairs / topology.ranks / np.maximum(own_pairs, 1.0))
     steps, last = times.steps, times.last
     shares: Shares = [(0, 1 - late), *((step, late / (last + 1 - steps)) for step in range(steps, last + 1))]
-    alone: Shares = [(0, 1.0)]
-    if beside is not None:  # ranks without other parts have nothing to hide
-        half = np.where(beside > 0, 0.5, 0.0)
-        alone = [(0, 1 - half), (1, half)]
-    return _programs(queries, keys, attention, times, shares, alone)
+    if beside is None:
+        return _programs(queries, keys, attention, times, shares, [(0, 1.0)])
+    half = np.where(beside > 0, 0.5, 0.0)  # ranks without other parts have nothing to hide
+    alone, alone_backward = ([(0, 1 - later), (1, later)] for later in (half, half * (1 - early)))
+    return _programs(queries, keys, attention, times, shares, alone, alone_backward)
 
 
 def direct_fetch_programs(
@@ -114,7 +117,13 @@ def programs_of_rounds(
 
 
 def _programs(
-    queries: Layout, keys: Layout, attention: AttentionConfig, times: Schedule, shares: Shares, alone: Shares
+    queries: Layout,
+    keys: Layout,
+    attention: AttentionConfig,
+    times: Schedule,
+    shares: Shares,
+    alone: Shares,
+    alone_backward: Shares | None = None,
 ) -> tuple[Program, Program]:
     """Return the programs of a schedule.
 
@@ -123,7 +132,8 @@ def _programs(
         attention: attention of one layer.
         times: steps and slots of what is fetched.
         shares: shares of the local block in the steps of the backward.
-        alone: shares of the local block in the steps of both programs if nothing is fetched.
+        alone: shares of the local block in the steps of both programs if nothing is fetched; of the forward alone if
+        alone_backward: are those of the backward.
     """
     contents, spans = _slot_contents(keys, times)
     capacity = np.zeros((keys.ranks, 1 + max(int(hop.dst_slot.max(initial=0)) for hop in times.hops)), np.int64)
@@ -133,15 +143,21 @@ def _programs(
         slot = hop.dst_slot[fetches.stage]
         np.maximum.at(capacity, (fetches.dst, slot), fetches.dst_row + fetches.rows)
     fetch, reduce = (_in_global_order(lists) for lists in zip(*(hop.messages() for hop in times.hops), strict=True))
-    steps, documents = times.steps, keys.documents
-    if not len(fetch) and len(alone) > 1:
-        contents, spans = split_local_block(queries, keys, attention, contents, spans, alone)
-        steps = alone[-1][0] + 1
-    forward = Program(steps, capacity, queries, documents, attention, contents, spans, fetch, Messages.empty())
+    steps = times.steps if len(fetch) else alone[-1][0] + 1
+    whole = Program(steps, capacity, queries, keys.documents, attention, contents, spans, fetch, Messages.empty())
     if not len(fetch):
-        return forward, forward
-    contents, spans = split_local_block(queries, keys, attention, contents, spans, shares)
-    return forward, replace(forward, steps=times.last + 1, contents=contents, spans=spans, reduce=reduce)
+        forward = _with_shares(whole, keys, alone)
+        return forward, forward if alone_backward is None else _with_shares(whole, keys, alone_backward)
+    return whole, replace(_with_shares(whole, keys, shares), steps=times.last + 1, reduce=reduce)
+
+
+def _with_shares(program: Program, keys: Layout, shares: Shares) -> Program:
+    """Return a program whose local blocks, which it computes in one step, are computed in shares."""
+    if len(shares) == 1:
+        return program
+    queries, attention = program.q_layout_compute, program.attention
+    contents, spans = split_local_block(queries, keys, attention, program.contents, program.spans, shares)
+    return replace(program, contents=contents, spans=spans)
 
 
 def _in_global_order(lists: tuple[Messages, ...]) -> Messages:

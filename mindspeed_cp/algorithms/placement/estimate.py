@@ -10,7 +10,8 @@ plan step by step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -44,21 +45,22 @@ class PhaseSeconds:
         split: other documents whose heads are split, and
         crossing: those of them that are on several groups of nodes.
         into_node, out_node: redistributions to heads that are split inside a node, and back, fp64 [ranks].
-        largest_into: of the document with the most of `into_node`, fp64 [ranks].
         into, out: the same of other documents, fp64 [ranks].
+        largest_into_node, largest_into: of the document with the most of each, fp64 [ranks].
         inside: keys over in-node links, fp64 [ranks].
         routed: keys over NICs that relays pass on, fp64 [nodes].
         nic: keys over NICs that ranks fetch themselves, fp64 [nodes], of which
         last_nic: those of the last group of nodes.
         tokens: tokens that each rank holds, fp64 [ranks].
-        parts: number of parts of documents whose heads are split inside a node
+        parts, parts_across: numbers of parts of documents whose heads are split inside a node, and of the others
             (:mod:`mindspeed_cp.algorithms.placement.policy`).
     """
 
-    def __init__(self, ranks: int, nodes: int, parts: int = 1) -> None:
-        self.parts = parts
+    def __init__(self, ranks: int, nodes: int, parts: int = 1, parts_across: int = 1) -> None:
+        self.parts, self.parts_across = parts, parts_across
         self.attention, self.cut, self.split, self.crossing, self.tokens, self.inside = np.zeros((6, ranks))
-        self.split_node, self.into, self.out, self.into_node, self.out_node, self.largest_into = np.zeros((6, ranks))
+        self.split_node, self.into, self.out, self.into_node, self.out_node = np.zeros((5, ranks))
+        self.largest_into, self.largest_into_node = np.zeros((2, ranks))
         self.nic, self.last_nic, self.routed = np.zeros((3, nodes))
 
     def add(self, group: np.ndarray, size: int, **seconds: np.ndarray) -> None:
@@ -73,10 +75,15 @@ class PhaseSeconds:
         into, out = (self.into_node, self.into), (self.out_node, self.out)
         # Redistributions before and after the attention of split heads: inside a node, and others.
         (node_before, across_before), (node_after, across_after) = (out, into) if backward else (into, out)
-        # Share of the first and of the last part of documents whose heads are split inside a node, or of the largest
-        # document if that is more.
-        largest = self.largest_into / np.maximum(self.into_node, 1e-12)
-        part = np.where(self.into_node > 0, np.maximum(largest, part_weights(self.parts)[0]), 1.0)
+        # Share of the first and of the last part of documents whose heads are split, inside a node and across, or of
+        # the largest document if that is more.
+        part, part_across = (
+            np.where(into > 0, np.maximum(largest / np.maximum(into, 1e-12), part_weights(parts)[0]), 1.0)
+            for into, largest, parts in (
+                (self.into_node, self.largest_into_node, self.parts),
+                (self.into, self.largest_into, self.parts_across),
+            )
+        )
         gradients = BACKWARD_TRAFFIC - 1 if backward else 0.0
         nic, last_nic, routed = (np.repeat(x, ranks_per_node) for x in (self.nic, self.last_nic, self.routed))
         across, node = self.split * factor, self.split_node * factor
@@ -99,12 +106,13 @@ class PhaseSeconds:
         fetched_done = np.maximum(
             split_done + fetched, np.where(fetches_nothing, 0.0, keys_arrived + LAST_ROUND_SHARE * fetched)
         )
-        last = np.where(node > 0, after_node, across_after)
+        after_across = across_after * part_across
+        last = np.where(node > 0, after_node, after_across)
         returned = np.maximum(split_done, keys_arrived) + last + gradients * key_transfers
-        across_returned = across_done + across_after + node_after * (1 - part)
+        across_returned = across_done + after_across + node_after * (1 - part)
         all_returned = np.maximum(first_done, before_all) + after_all
         # Gradients of split heads return while other rounds are computed: NICs carry them after the keys.
-        nics_done = np.maximum(keys_crossed + gradients * nic, across_done + gradients * last_nic) + across_after
+        nics_done = np.maximum(keys_crossed + gradients * nic, across_done + gradients * last_nic) + after_across
         return np.maximum.reduce([fetched_done + late, returned, across_returned, all_returned, nics_done])
 
 
@@ -126,12 +134,15 @@ class PlacementEstimate:
         busy: seconds of each rank's kernels, attention and linear layers, fp64 [ranks].
         tokens: tokens of each rank, fp64 [ranks].
         delay: seconds that each rank waits before it is done, fp64 [ranks].
+        early: share of a rank's local block for which it has time in the backward before all ranks are there with which
+            it computes split heads, fp64 [ranks].
     """
 
     total: float
     busy: np.ndarray
     tokens: np.ndarray
     delay: np.ndarray
+    early: np.ndarray
 
 
 class PlacementModel:
@@ -175,6 +186,13 @@ class PlacementModel:
         self.out_row = attention.heads * attention.head_dim_v * BYTES_PER_ELEMENT
         self._node_rate = cluster.nics_per_node * cluster.effective_nic  # bytes/second of all NICs of a node
 
+    def with_most_fixed_costs(self) -> PlacementModel:
+        """Return the model of the same batch with launches, posts and latencies that take the most that they may."""
+        out = copy(self)
+        out.cluster = self.cluster.at_range_end(True, ("launch", "posting", "in_node_latency", "network_latency"))
+        out.cost = ComputeCost(out.cluster, self.attention, self.cost.layer)
+        return out
+
     def divided(self, with_linear: bool = True) -> tuple[np.ndarray, np.ndarray]:
         """Return the costs of documents that ranks share, fp64 [documents] each: seconds in long tiles, to be divided
         by shares, and seconds that each of the ranks adds because its tiles are short.
@@ -189,7 +207,7 @@ class PlacementModel:
     def score(self, placement: Placement) -> PlacementEstimate:
         """Return the estimate of a placement."""
         ranks, topology = self.topology.ranks, self.topology
-        phases = PhaseSeconds(ranks, topology.nodes, placement.parts)
+        phases = PhaseSeconds(ranks, topology.nodes, placement.parts, placement.parts_across)
         self._add_fetched(placement.whole, phases)
         for size, members in placement.split.items():
             self._add_split(size, members, phases)
@@ -209,6 +227,7 @@ class PlacementModel:
         cut = ATTENTION_BACKWARD * (1 - LOCAL_SHARE) * phases.cut
         split = ATTENTION_BACKWARD * (phases.split + phases.split_node)
         shared = [(1, placement.whole, cut), *((size, members, split) for size, members in placement.split.items())]
+        met = ready.copy()  # when all ranks are there with which a rank computes split heads
         for size, members, work in shared:
             if len(members.doc):
                 group_ready, group_work = (x.reshape(-1, size).max(1) for x in (ready, work))
@@ -216,8 +235,14 @@ class PlacementModel:
                 latest = np.maximum.reduceat(group_ready[members.rank], first)
                 latest = np.repeat(latest, np.diff(np.append(first, len(members.doc))))
                 last = max(last, float((latest + group_work[members.rank]).max()))
+                if members is not placement.whole:
+                    group_met = np.zeros(len(group_ready))
+                    np.maximum.at(group_met, members.rank, latest)
+                    met = np.maximum(met, np.repeat(group_met, size))
+        local = ATTENTION_BACKWARD * (phases.attention - phases.split - phases.split_node - phases.cut)
+        early = np.clip((met - ready) / np.maximum(local, 1e-12), 0.0, 1.0)
         busy = phases.attention * (1 + ATTENTION_BACKWARD) + linear
-        return PlacementEstimate(last + redistribution, busy, phases.tokens, ready + backward - busy)
+        return PlacementEstimate(last + redistribution, busy, phases.tokens, ready + backward - busy, early)
 
     def _add_fetched(self, members: DocumentShares, phases: PhaseSeconds) -> None:
         """Add the documents whose keys are fetched, and those on a single rank."""
@@ -259,23 +284,36 @@ class PlacementModel:
         relay_rate = min(cluster.effective_rank, max(ranks_per_node - 1, 1) * cluster.effective_pair)
         phases.add(rank, 1, inside=internode_bytes * (ranks_per_node - 1) / ranks_per_node / relay_rate)
 
-    def parts(self, placement: Placement) -> int:
-        """Return the number of parts of documents whose heads are split inside nodes: up to MAX_SPLIT_PARTS, none with
-        less work on the mean rank than PART_LAUNCHES launches take.
+    def in_parts(self, placement: Placement) -> Placement:
+        """Return the placement with the numbers of parts of documents whose heads are split, inside nodes and across:
+        up to MAX_SPLIT_PARTS, none with less work on the mean rank than PART_LAUNCHES launches take.
 
         Of p equal parts a p-th of the redistributions would be exposed, and each costs its launch and its posts: the
         sum is least at the root of their ratio. Parts are not equal, but their own least sum gave no faster plans.
         """
-        ranks = self.topology.ranks
-        inside = {size: each for size, each in placement.split.items() if size <= self.topology.ranks_per_node}
-        seconds = sum(float(self.alone[each.doc] @ each.share) for each in inside.values()) / ranks
-        part_seconds = self._launch_overhead(max(inside, default=1)) + self.cluster.launch
-        if part_seconds == 0:
-            return MAX_SPLIT_PARTS
-        most = seconds / (PART_LAUNCHES * self.cluster.launch) if self.cluster.launch else MAX_SPLIT_PARTS
-        travel = sum(float(self.redistribution_work(size)[each.doc] @ each.share) for size, each in inside.items())
-        best = (travel / 2 / ranks / part_seconds) ** 0.5
-        return int(np.clip(np.floor(min(most, best + PART_ROUNDING)), 1, MAX_SPLIT_PARTS))
+        if not placement.split:
+            return placement
+        ranks, launch, counts = self.topology.ranks, self.cluster.launch, []
+        sizes: dict[bool, dict[int, DocumentShares]] = {False: {}, True: {}}  # by whether they cross nodes
+        for size, members in placement.split.items():
+            several = np.bincount(members.doc, minlength=len(self.lengths))[members.doc] > 1
+            crosses = several | (size > self.topology.ranks_per_node)
+            for across, chosen in ((False, ~crosses), (True, crosses)):
+                if chosen.any():
+                    sizes[across][size] = members.select(chosen)
+        for across in (False, True):
+            seconds = sum(float(self.alone[each.doc] @ each.share) for each in sizes[across].values()) / ranks
+            part_seconds = self._launch_overhead(max(sizes[across], default=1)) + launch
+            if part_seconds == 0:
+                counts.append(MAX_SPLIT_PARTS)
+                continue
+            most = seconds / (PART_LAUNCHES * launch) if launch else MAX_SPLIT_PARTS
+            travel = sum(
+                float(self.redistribution_work(size)[each.doc] @ each.share) for size, each in sizes[across].items()
+            )
+            best = (travel / 2 / ranks / part_seconds) ** 0.5
+            counts.append(int(np.clip(np.floor(min(most, best + PART_ROUNDING)), 1, MAX_SPLIT_PARTS)))
+        return replace(placement, parts=counts[0], parts_across=counts[1])
 
     def _launch_overhead(self, size: int) -> float:
         """Return the seconds in which a rank posts the messages of one direction of a part whose heads are split over
@@ -321,14 +359,14 @@ class PlacementModel:
                      f"into{inside}": into, f"out{inside}": out}  # fmt: skip
             phases.add(group[chosen], size, **{name: value[chosen] for name, value in added.items()})
             calls = np.zeros(groups)  # all documents of a step share one call
-            parts = float(phases.parts if inside else 1)
+            parts = float(phases.parts if inside else phases.parts_across)
             # Attention takes longer in the backward, launches of messages do not.
             launches = parts * self._launch_overhead(size) * 2 / (1 + ATTENTION_BACKWARD)
-            steps = np.where(several, 2.0, parts) * cluster.launch + launches
+            steps = np.where(several, 2.0 * parts, parts) * cluster.launch + launches
             np.maximum.at(calls, group[chosen], steps[chosen])
             phases.add(np.arange(groups), size, **{"attention": calls, f"split{inside}": calls})
-        largest = phases.largest_into.reshape(groups, size)
-        np.maximum.at(largest, group[in_node], into[in_node][:, None])
+            largest = getattr(phases, f"largest_into{inside}").reshape(groups, size)
+            np.maximum.at(largest, group[chosen], into[chosen][:, None])
         if several.any():
             nodes = size // self.topology.ranks_per_node
             needed = self._needed_shares(doc, share) * self.lengths[doc] * self.kv_row * copies / nodes

@@ -101,6 +101,41 @@ def _packed(
     return group_size, group_first
 
 
+# Equal groups, as verl has them (`verl/utils/seqlen_balancing.py`): documents whole in groups of one size.
+
+#: Documents times groups up to which all documents are divided by differencing; of more the longest, and the others go
+#: to the groups with least work.
+DIFFERENCED = 2**14
+
+
+def karmarkar_karp(costs: Sequence[float], groups: int) -> list[int]:
+    """Divide documents into groups of about equal cost by the largest differencing method (Karmarkar and Karp 1982):
+    the two divisions that are the most uneven become one, the fullest groups of one with the emptiest of the other.
+
+    Args:
+        costs: cost of each document, descending.
+        groups: number of groups.
+
+    Returns:
+        The group of each document.
+    """
+    count = min(len(costs), max(DIFFERENCED // groups, 2 * groups))
+    empty: list[tuple[float, list[int]]] = [(0.0, [])] * (groups - 1)
+    heap = [(-cost, doc, [(cost, [doc]), *empty]) for doc, cost in enumerate(costs[:count])]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        (_, doc, first), (_, _, second) = heapq.heappop(heap), heapq.heappop(heap)
+        both = [(a + b, docs + more) for (a, docs), (b, more) in zip(first, reversed(second), strict=True)]
+        both.sort(key=lambda group: -group[0])
+        heapq.heappush(heap, (both[-1][0] - both[0][0], doc, both))
+    group_of, loads = [0] * count, [0.0] * groups
+    for group, (load, docs) in enumerate(heap[0][2] if heap else []):
+        loads[group] = load
+        for doc in docs:
+            group_of[doc] = group
+    return group_of + list(assign_to_least_loaded(list(costs[count:]), loads))
+
+
 # Repair of a placement: the busiest ranks hand documents on.
 
 #: Ranks with more than this multiple of an equal share hand on documents, as long as that makes the busier of the two
@@ -227,6 +262,10 @@ class DocumentPlacer:
         min_cross_node_length: shorter documents are not cut over several nodes while one node has room for their
             tokens.
 
+    Attributes:
+        widest: nodes over which heads can be split.
+        equal_sizes: ranks of equal groups that can split heads.
+
     Raises:
         ConfigError: a document, or the batch, has more tokens than all ranks may hold.
     """
@@ -262,6 +301,7 @@ class DocumentPlacer:
             self.widest *= 2
             sizes.append(self.widest * self.per_node)
             self._work_over[self.widest] = (work + model.redistribution_work(sizes[-1])).tolist()
+        self.equal_sizes = sizes[1:]
         self._flexible_seconds = {size: ((work + model.redistribution_work(size)) / size).tolist() for size in sizes}
         order = np.argsort(-work, kind="stable")
         self._sorted_work = work[order]
@@ -290,6 +330,8 @@ class DocumentPlacer:
         """
         if policy.everywhere:
             return self._place_everywhere(policy)
+        if policy.equal:
+            return self._place_equal(policy)
         loads = RankLoads(self._costs, self.ranks, self.cap)
         shared: list[DocumentRanks] = []
         by_size: dict[int, list[DocumentRanks]] = {}
@@ -352,6 +394,31 @@ class DocumentPlacer:
         if policy.split == 0:
             return Placement(policy, DocumentShares.from_lists([]), {width * self.per_node: members})
         return Placement(policy, members, {})
+
+    def _place_equal(self, policy: PlacementPolicy) -> Placement:
+        """Place documents whole in equal groups, but those with more work than a group's equal share: each of these in
+        the emptiest of the least groups that have room for it, or in equal shares on as many of the widest as it
+        needs."""
+        seconds, full = self._flexible_seconds, FILL_LIMIT * self.fair
+        sizes = [size for size in seconds if size >= policy.equal]
+        loads, rest = np.zeros(self.ranks), []
+        by_size: dict[int, list[DocumentRanks]] = {}
+        for doc in self._docs:
+            size = next((size for size in sizes if seconds[size][doc] <= full), sizes[-1])
+            if size == policy.equal and seconds[size][doc] <= full:
+                rest.append(doc)
+                continue
+            count = max(1, min(round(seconds[size][doc] / self.fair), self.ranks // size))
+            groups = loads.reshape(-1, size)
+            chosen = np.sort(np.argsort(groups.max(1), kind="stable")[:count])
+            groups[chosen] += seconds[size][doc] / count
+            by_size.setdefault(size, []).append((doc, chosen.tolist(), [1 / count] * count))
+        of_group = loads.reshape(-1, policy.equal).max(1).tolist()
+        costs = [seconds[policy.equal][doc] for doc in rest]
+        owners = assign_to_least_loaded(costs, of_group) if by_size else karmarkar_karp(costs, len(of_group))
+        entries = by_size.setdefault(policy.equal, [])
+        entries += [(doc, [group], [1.0]) for doc, group in zip(rest, owners, strict=True)]
+        return Placement.from_lists(policy, [], {size: entries for size, entries in by_size.items() if entries})
 
     def place_flexible(self, policy: PlacementPolicy) -> Placement | None:
         """Return the placement of a policy of flexible groups, maybe above the token cap; None if there is none.

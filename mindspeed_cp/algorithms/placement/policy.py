@@ -29,6 +29,8 @@ class PlacementPolicy:
             nodes of the smallest one; 0: a rank.
         flexible: documents with more work than `cut` are whole in groups of 1, 2, 4, ... ranks that split their heads
             (:mod:`mindspeed_cp.algorithms.placement.placer`); others are on one rank.
+        equal: all documents are whole in equal groups of so many ranks that split their heads, but those with more work
+            than a group's equal share, which are in wider groups; 0: no such groups.
         remap: linear layers have their own layout, so only the work of attention counts.
     """
 
@@ -39,12 +41,13 @@ class PlacementPolicy:
     everywhere: bool = False
     group_nodes: int = 0
     flexible: bool = False
+    equal: int = 0
     remap: bool = False
 
     @property
     def can_be_levelled(self) -> bool:
         """True if the policy leaves open on which ranks documents are."""
-        return not (self.power or self.everywhere or self.flexible)
+        return not (self.power or self.everywhere or self.flexible or self.equal)
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,12 +119,14 @@ class Placement:
             split; the members are groups of that many ranks.
         parts: number of parts of the documents whose heads are split inside nodes
             (:mod:`mindspeed_cp.algorithms.placement.policy`).
+        parts_across: the same of the other documents whose heads are split.
     """
 
     policy: PlacementPolicy
     whole: DocumentShares
     split: dict[int, DocumentShares]
     parts: int = 1
+    parts_across: int = 1
 
     @staticmethod
     def from_lists(
@@ -152,8 +157,8 @@ class Placement:
 # Before attention a rank gets its heads of all rows of its group, and afterwards it returns them. Nothing hides this if
 # all documents are one part. In several parts, only the first way in and the last way back are exposed. These two parts
 # have less work than the others, and some of the longest documents, with few tokens for their work. Documents over
-# several nodes travel longest, over NICs, so they are computed between the others. Those over several groups of nodes
-# have further steps, for keys of other groups, which alternate with the other parts::
+# several nodes travel longest, over NICs, so they are computed between the others, in parts of their own. Those over
+# several groups of nodes have further steps, for keys of other groups, which alternate with the other parts::
 #
 #     computes       part 0       several nodes       part 1       part 2
 #     travels in     ...          part 1              part 2
@@ -175,7 +180,8 @@ def split_parts(placement: Placement, work: np.ndarray, ranks_per_node: int) -> 
     """Return the parts of the documents whose heads are split, in the order in which they are computed.
 
     Args:
-        placement: placement of all documents; those inside nodes make `placement.parts` parts.
+        placement: placement of all documents; those inside nodes make `placement.parts` parts, the others
+            `placement.parts_across` for each number of ranks.
         work: work of each document, such as visible pairs, fp64 [documents].
         ranks_per_node: ranks of a node.
 
@@ -187,7 +193,7 @@ def split_parts(placement: Placement, work: np.ndarray, ranks_per_node: int) -> 
     for size, members in placement.split.items():
         several = np.bincount(members.doc, minlength=len(work))[members.doc] > 1
         crossing = several | (size > ranks_per_node)
-        across += [(size, members.select(crossing))] if crossing.any() else []
+        across += [(size, part) for part in _weighted_parts(members.select(crossing), work, placement.parts_across)]
         for number, part in enumerate(_weighted_parts(members.select(~crossing), work, placement.parts)):
             inside[number].append((size, part))
     return [*inside[0], *across, *(part for parts in inside[1:] for part in parts)]

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import numpy as np
@@ -73,6 +73,9 @@ MAX_DOC_CHUNKS = 2**19
 #: first of CUT_ABOVE alone: a placement of 4,096 ranks takes some 50 ms.
 LARGE_BATCH, LARGE_RANK, LARGE_SPLITS = 2**14, 4, (0.12, 0.0)
 
+#: Placements up to so many times as slow as the fastest are about as fast, and nearly as fast.
+NEARLY = (1.003, 1.015)
+
 #: Tolerance of token counts, which are sums of floating-point shares.
 TOKEN_ROUNDING = 0.5
 
@@ -91,7 +94,7 @@ class _Trial:
         where ranks hold equal numbers of tokens."""
         policy, tokens = self.placement.policy, self.score.tokens
         moves_rows = policy.remap and bool(tokens.max() > EVEN_WITHIN * tokens.mean())
-        return policy.can_be_levelled, policy.wide, moves_rows
+        return policy.everywhere, policy.flexible, policy.equal > 0, policy.wide, moves_rows
 
 
 _by_seconds = attrgetter("seconds")
@@ -107,6 +110,7 @@ class PlacementSearch:
         head_split: allow heads to be split.
 
     Attributes:
+        model: the same.
         score: estimate of the fastest placement.
         ranked: all placements that were tried, the fastest first.
         bound: seconds that no plan can beat.
@@ -116,9 +120,13 @@ class PlacementSearch:
     """
 
     def __init__(
-        self, model: PlacementModel, token_cap: int | None = None, remap: str = "auto", head_split: bool = True
+        self,
+        model: PlacementModel,
+        token_cap: int | None = None,
+        remap: str = "auto",
+        head_split: bool = True,
     ) -> None:
-        self._model, self.bound = model, model.bound
+        self.model, self.bound = model, model.bound
         self._most_tokens = np.inf if token_cap is None else token_cap + TOKEN_ROUNDING
         never = float("inf")
         splits_heads = head_split and model.topology.ranks_per_node > 1
@@ -159,19 +167,38 @@ class PlacementSearch:
         others = [trial for trial in best.values() if kinds.get(trial.kind) is not trial]
         return [trial.placement for trial in (*kinds.values(), *others)][:count]
 
+    def robust(self) -> list[Placement]:
+        """Return the placements that lose least if fixed costs are the most that the cluster says, of those that are
+        about as fast as the fastest, and of those that are nearly as fast; maybe such of `ranked` in fewer parts."""
+        model, best = self.model.with_most_fixed_costs(), self.tried[0].seconds
+        variants: list[tuple[float, float, Placement]] = []  # seconds, seconds with larger fixed costs
+        for trial in self.tried:
+            if trial.seconds > NEARLY[-1] * best:
+                break
+            gain = trial.seconds / trial.score.total
+            fewer = model.in_parts(trial.placement)
+            variants.append((trial.seconds, model.score(trial.placement).total * gain, trial.placement))
+            if (fewer.parts, fewer.parts_across) != (trial.placement.parts, trial.placement.parts_across):
+                variants.append((self.model.score(fewer).total * gain, model.score(fewer).total * gain, fewer))
+        chosen = []
+        for within in NEARLY:
+            near = [variant for variant in variants if variant[0] <= within * best]
+            chosen.append(min(near, key=itemgetter(1))[2])
+        return chosen
+
     def _try_policies(self, remap: bool) -> None:
         """Try all policies, with or without a layout for linear layers, until one is close to the bound."""
         placer = self._placers[remap]
         seen: set[tuple[Any, ...]] = set()
-        for policy in self._policies(remap, placer.widest):
+        for policy in self._policies(remap, placer):
             cut, halved = placer.counts(policy)
-            flags = policy.wide, policy.power, policy.everywhere, policy.group_nodes, policy.flexible
+            flags = policy.wide, policy.power, policy.everywhere, policy.group_nodes, policy.flexible, policy.equal
             key = (max(cut, halved), halved, *flags)  # equal keys place alike
             if key not in seen:
                 seen.add(key)
                 placement = placer.place_flexible(policy) if policy.flexible else placer.place(policy)
                 if placement is not None:
-                    self._try(replace(placement, parts=self._model.parts(placement)))
+                    self._try(self.model.in_parts(placement))
             if self._least <= STOP_WITHIN * self.bound:
                 return
 
@@ -189,13 +216,13 @@ class PlacementSearch:
         if not policy.can_be_levelled or delay.max() < LEVEL_ABOVE * self.bound:
             return None
         placement = self._placers[policy.remap].place(policy, placement, delay)
-        return replace(placement, parts=self._model.parts(placement))
+        return self.model.in_parts(placement)
 
     def _try(self, placement: Placement) -> None:
         """Try a placement; then, as long as some ranks wait longer than others, those with documents placed anew."""
         before = np.inf
         for left in range(1 if self._is_large else LEVELLED_TRIALS, -1, -1):
-            score = self._model.score(placement)
+            score = self.model.score(placement)
             if score.tokens.max() <= self._most_tokens:
                 seconds = score.total / (LINEAR_LAYOUT_GAIN if placement.policy.remap else 1.0)
                 self.tried.append(_Trial(placement, score, seconds))
@@ -209,17 +236,17 @@ class PlacementSearch:
 
     def _over_nodes(self, trials: Sequence[_Trial]) -> list[_Trial]:
         """Return those that split the heads of some document over several nodes."""
-        node = self._model.topology.ranks_per_node
+        node = self.model.topology.ranks_per_node
         return [trial for trial in trials if any(size > node for size in trial.placement.split)]
 
-    def _policies(self, remap: bool, widest: int) -> Iterator[PlacementPolicy]:
+    def _policies(self, remap: bool, placer: DocumentPlacer) -> Iterator[PlacementPolicy]:
         """Yield the policies in the order of trying; later ones depend on the results of earlier ones.
 
         Args:
             remap: linear layers have a layout of their own.
-            widest: nodes over which heads can be split.
+            placer: the placer of these.
         """
-        wide = widest > 1
+        wide = placer.widest > 1
         before, never = len(self.tried), float("inf")
         for split in self._splits:
             yield PlacementPolicy(CUT_ABOVE[0], split, remap=remap)
@@ -237,21 +264,23 @@ class PlacementSearch:
             over_nodes = self._over_nodes(self.tried[before:])
             if over_nodes:
                 yield replace(min(over_nodes, key=_by_seconds).placement.policy, wide=False)
-        if remap or self._model.topology.ranks == 1:  # the placements of other systems have no layout for linear layers
+        if remap or self.model.topology.ranks == 1:  # the placements of other systems have no layout for linear layers
             return
         if len(self._splits) > 1:
-            for cut in FLEXIBLE_ABOVE if len(self._model.lengths) <= MAX_FLEXIBLE else FLEXIBLE_ABOVE[:1]:
+            for cut in FLEXIBLE_ABOVE if len(self.model.lengths) <= MAX_FLEXIBLE else FLEXIBLE_ABOVE[:1]:
                 yield PlacementPolicy(cut, never, flexible=True)
                 if wide and self._over_nodes([trial for trial in self.tried[-1:] if trial.placement.policy.flexible]):
                     yield PlacementPolicy(cut, never, flexible=True, wide=False, group_nodes=1)
+            for size in placer.equal_sizes:
+                yield PlacementPolicy(0, 0, equal=size)
         yield PlacementPolicy(1.0, never, power=True)
-        if len(self._model.lengths) * self._model.topology.ranks > MAX_DOC_CHUNKS:
+        if len(self.model.lengths) * self.model.topology.ranks > MAX_DOC_CHUNKS:
             return
         yield PlacementPolicy(0, never, everywhere=True)
         if len(self._splits) > 1:
             for is_wide in (True, False) if wide else (False,):
                 yield PlacementPolicy(0, 0, wide=is_wide, everywhere=True)
-            for power in range(1, widest.bit_length() - 1):
+            for power in range(1, placer.widest.bit_length() - 1):
                 yield PlacementPolicy(0, 0, everywhere=True, group_nodes=2**power)
 
 
