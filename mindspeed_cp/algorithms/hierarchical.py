@@ -46,6 +46,9 @@ FETCH_PIECES, LEAST_FETCH_WAITS = 2, 0.005
 #: Values of a cluster that are fixed costs of kernels, and of messages.
 FIXED_COSTS = (("launch",), ("posting", "in_node_latency", "network_latency"))
 
+#: Simulated plans that are simulated with higher fixed costs, too, the fastest ones.
+MOST_ROBUST_OF = 3
+
 #: Steps of fetched documents that need nothing from other nodes: the local block, and two rounds inside the node.
 LOCAL_STEPS = 3
 
@@ -161,23 +164,24 @@ def build_hierarchical(
     def choose(timelines: Sequence[Timeline]) -> Timeline:
         """Return the timeline, of those that are nearly as short as the shortest, whose plan loses least to the others
         with larger fixed costs."""
-        near = [each for each in timelines if each.total <= (1 + robustness) * min(each.total for each in timelines)]
+        by_total = sorted(timelines, key=lambda timeline: timeline.total)[:MOST_ROBUST_OF]
+        near = [each for each in by_total if each.total <= (1 + robustness) * by_total[0].total]
         if len(near) == 1:
             return near[0]
         totals = [[simulate_plan(each.plan, at, layer, COARSE_SPANS).total for at in slower] for each in near]
         losses = np.array([[each.total, *others] for each, others in zip(near, totals, strict=True)])
-        return near[int((losses / losses.min(0)).max(1).argmin())]
+        return near[int((losses / np.maximum(losses.min(0), 1e-12)).max(1).argmin())]
 
     timelines = {placement: simulate(plan) for placement, plan in plans.items()}
-    tried = list(timelines.values())
-    for placement in sorted(timelines, key=lambda placement: timelines[placement].total)[:levelled]:
-        timeline = timelines[placement]  # again, with less work for the ranks that waited long
+    order, others = sorted(timelines, key=lambda placement: timelines[placement].total), []
+    if order[0].parts_across > 1:  # keys that groups fetch from each other may keep the links busy anyway
+        others.append(replace(order[0], parts_across=1))
+    for placement in order[:levelled]:  # again, with less work for the ranks that waited long
+        timeline = timelines[placement]
         delay = timeline.steps_backward[:, -1, 2] - timeline.compute - timeline.linear
-        another = result.levelled(placement, delay)
-        levelled_plan = None if another is None else build(another)
-        if levelled_plan is not None:
-            tried.append(simulate(levelled_plan))
-    best = choose(tried)
+        others += [another] if (another := result.levelled(placement, delay)) is not None else []
+    more = [simulate(plan) for placement in others if (plan := build(placement)) is not None]
+    best = choose([*timelines.values(), *more])
     if fetch_pieces is None and fetch_waits(best) >= LEAST_FETCH_WAITS * best.total:
         best = choose([best, simulate(cut_fetches(best.plan, FETCH_PIECES))])
     return best.plan

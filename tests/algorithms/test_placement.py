@@ -56,7 +56,7 @@ def test_after_the_fastest_placement_come_those_of_other_kinds_that_are_nearly_a
     }
     tried = []
     for policy, seconds, most in policies.values():
-        score = SimpleNamespace(tokens=np.array([2 - most, most]))
+        score = SimpleNamespace(tokens=np.array([2 - most, most]), delay=np.array([seconds]))
         tried.append(_Trial(Placement(policy, members, {}), score, seconds))  # type: ignore[arg-type]
     result = PlacementSearch.__new__(PlacementSearch)  # without a search
     result.tried = tried

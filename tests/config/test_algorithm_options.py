@@ -23,6 +23,7 @@ EXAMPLES = {
     "remap": "off",
     "simulated_placements": 2,
     "fetch_pieces": 2,
+    "robustness": 0.02,
     "max_seqlen_per_dp_cp_rank": 40,
     "hidden_size": 256,
     "ffn_hidden_size": 512,

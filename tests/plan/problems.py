@@ -63,6 +63,8 @@ def values(option: AlgorithmOption, ranks: int) -> st.SearchStrategy[object] | N
         return st.sampled_from(option.choices)
     if option.type is bool:
         return st.booleans()
+    if option.type is float:
+        return st.floats(option.minimum or 0, (option.minimum or 0) + 1)
     assert option.type is int, f"tests/plan/problems.py draws no {option.type.__name__}, for option {option.name}"
     minimum = option.minimum or 0
     return st.integers(minimum, minimum + 3)

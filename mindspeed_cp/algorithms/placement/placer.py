@@ -330,8 +330,6 @@ class DocumentPlacer:
         """
         if policy.everywhere:
             return self._place_everywhere(policy)
-        if policy.equal:
-            return self._place_equal(policy)
         loads = RankLoads(self._costs, self.ranks, self.cap)
         shared: list[DocumentRanks] = []
         by_size: dict[int, list[DocumentRanks]] = {}
@@ -395,10 +393,10 @@ class DocumentPlacer:
             return Placement(policy, DocumentShares.from_lists([]), {width * self.per_node: members})
         return Placement(policy, members, {})
 
-    def _place_equal(self, policy: PlacementPolicy) -> Placement:
+    def place_equal(self, policy: PlacementPolicy) -> Placement | None:
         """Place documents whole in equal groups, but those with more work than a group's equal share: each of these in
         the emptiest of the least groups that have room for it, or in equal shares on as many of the widest as it
-        needs."""
+        needs; None if it needs several that are less than a node."""
         seconds, full = self._flexible_seconds, FILL_LIMIT * self.fair
         sizes = [size for size in seconds if size >= policy.equal]
         loads, rest = np.zeros(self.ranks), []
@@ -409,6 +407,8 @@ class DocumentPlacer:
                 rest.append(doc)
                 continue
             count = max(1, min(round(seconds[size][doc] / self.fair), self.ranks // size))
+            if count > 1 and size < self.per_node:
+                return None
             groups = loads.reshape(-1, size)
             chosen = np.sort(np.argsort(groups.max(1), kind="stable")[:count])
             groups[chosen] += seconds[size][doc] / count
@@ -418,7 +418,7 @@ class DocumentPlacer:
         owners = assign_to_least_loaded(costs, of_group) if by_size else karmarkar_karp(costs, len(of_group))
         entries = by_size.setdefault(policy.equal, [])
         entries += [(doc, [group], [1.0]) for doc, group in zip(rest, owners, strict=True)]
-        return Placement.from_lists(policy, [], {size: entries for size, entries in by_size.items() if entries})
+        return Placement.from_lists(policy, [], {size: each for size, each in by_size.items() if each})
 
     def place_flexible(self, policy: PlacementPolicy) -> Placement | None:
         """Return the placement of a policy of flexible groups, maybe above the token cap; None if there is none.

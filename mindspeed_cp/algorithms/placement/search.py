@@ -89,6 +89,11 @@ class _Trial:
     seconds: float
 
     @property
+    def waits(self) -> float:
+        """Seconds that all ranks wait together."""
+        return float(self.score.delay.sum())
+
+    @property
     def kind(self) -> tuple[bool, ...]:
         """What placements have in common that the model misjudges alike. A layout for linear layers makes no difference
         where ranks hold equal numbers of tokens."""
@@ -97,7 +102,7 @@ class _Trial:
         return policy.everywhere, policy.flexible, policy.equal > 0, policy.wide, moves_rows
 
 
-_by_seconds = attrgetter("seconds")
+_by_seconds = attrgetter("seconds", "waits")
 
 
 class PlacementSearch:
@@ -153,13 +158,13 @@ class PlacementSearch:
         self.ranked = tuple(trial.placement for trial in self.tried)
 
     def best_of_policies(self, count: int) -> list[Placement]:
-        """Return the fastest placements of at most `count` policies, one of each; of equally fast ones, which are the
-        same in most cases, the first. After the fastest come those that are nearly as fast and of other kinds, then all
+        """Return the fastest placements of at most `count` policies, one of each; of those that are the same by their
+        seconds and waits, the first. After the fastest come those that are nearly as fast and of other kinds, then all
         others."""
         best: dict[PlacementPolicy, _Trial] = {}
-        for trial in self.tried:
-            if all(trial.seconds != other.seconds for other in best.values()):
-                best.setdefault(trial.placement.policy, trial)
+        for trial in {(trial.seconds, trial.waits): trial for trial in reversed(self.tried)}.values():
+            best[trial.placement.policy] = trial
+        best = dict(sorted(best.items(), key=lambda item: self.tried.index(item[1])))
         kinds: dict[tuple[bool, ...], _Trial] = {}
         for trial in best.values():
             if trial.seconds <= OTHER_KIND_WITHIN * self.tried[0].seconds:
@@ -175,7 +180,7 @@ class PlacementSearch:
         for trial in self.tried:
             if trial.seconds > NEARLY[-1] * best:
                 break
-            gain = trial.seconds / trial.score.total
+            gain = LINEAR_LAYOUT_GAIN ** -float(trial.placement.policy.remap)
             fewer = model.in_parts(trial.placement)
             variants.append((trial.seconds, model.score(trial.placement).total * gain, trial.placement))
             if (fewer.parts, fewer.parts_across) != (trial.placement.parts, trial.placement.parts_across):
@@ -196,7 +201,10 @@ class PlacementSearch:
             key = (max(cut, halved), halved, *flags)  # equal keys place alike
             if key not in seen:
                 seen.add(key)
-                placement = placer.place_flexible(policy) if policy.flexible else placer.place(policy)
+                place = (
+                    placer.place_flexible if policy.flexible else placer.place_equal if policy.equal else placer.place
+                )
+                placement = place(policy)
                 if placement is not None:
                     self._try(self.model.in_parts(placement))
             if self._least <= STOP_WITHIN * self.bound:
