@@ -76,7 +76,30 @@ def assemble_cluster(
         draft.put("measured", posting=fits.posting)
     elif base is None:
         draft.put("assumed: the presets'", posting=DEFAULT_POSTING)
+    source = "the largest error of each fit"
+    ranges = {}
+    if base is not None:  # of values that are still its own
+        ranges = {key: ends for key, ends in base.ranges.items() if draft.sources[key] == f"base {base.name}"}
+        source += f", else base {base.name}"
+    draft.put(source, ranges=ranges | _ranges(draft.values, fits))
     return Cluster(**draft.values), draft.sources
+
+
+def _ranges(values: dict[str, Any], fits: MeasuredFits) -> dict[str, tuple[float, float]]:
+    """Return the ranges of what was measured, by the largest relative error of each fit; a host that is ahead of its
+    device hides all posting."""
+    fit_of = {
+        "attention_efficiency": fits.attention, "launch": fits.attention, "linear_efficiency": fits.linear,
+        "in_node_latency": fits.in_node, "network_latency": fits.network,
+    }  # fmt: skip
+    out: dict[str, tuple[float, float]] = {}
+    for name, fit in fit_of.items():
+        if fit is not None:
+            error, most = float(np.abs(fit.errors).max()), 1.0 if name.endswith("efficiency") else np.inf
+            out[name] = values[name] / (1 + error), min(values[name] * (1 + error), most)
+    if fits.posting is not None:
+        out["posting"] = 0.0, fits.posting
+    return out
 
 
 def _kernels(draft: ClusterDraft, fits: MeasuredFits, peak_flops: float | None) -> None:
@@ -157,7 +180,7 @@ def _network(draft: ClusterDraft, fit: Fit, whole_node: float | None) -> None:
 def preset_values(cluster: Cluster) -> dict[str, Any]:
     """Return the keys of a preset file and their JSON values, without a device and its kernels if none was measured."""
     values = cluster.model_dump(mode="json")
-    return {key: value for key, value in values.items() if value or key not in ("device", "kernel_times")}
+    return {key: value for key, value in values.items() if value or key not in ("device", "kernel_times", "ranges")}
 
 
 def write_preset(path: str | Path, cluster: Cluster, sources: dict[str, str], title: str) -> None:

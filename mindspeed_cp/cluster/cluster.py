@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -34,11 +34,10 @@ Share = Annotated[float, Field(gt=0, le=1)]
 
 
 #: Values that may have a range.
-Ranged = Literal[
+RANGED = (
     "attention_efficiency", "linear_efficiency", "communication_efficiency", "launch", "posting", "in_node_latency",
     "network_latency",
-]  # fmt: skip
-RANGED: tuple[Ranged, ...] = get_args(Ranged)
+)  # fmt: skip
 
 
 class KernelTime(Section):
@@ -105,7 +104,7 @@ class Cluster(Section):
     posting: Seconds = DEFAULT_POSTING
     device: str = ""
     kernel_times: Annotated[tuple[KernelTime, ...], Field(strict=False)] = ()  # a file has a list
-    ranges: dict[Ranged, Annotated[tuple[float, float], Field(strict=False)]] = Field(default_factory=dict)
+    ranges: dict[str, Annotated[tuple[float, float], Field(strict=False)]] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _links_agree(self) -> Cluster:
@@ -123,6 +122,8 @@ class Cluster(Section):
     @model_validator(mode="after")
     def _ranges_hold(self) -> Cluster:
         for name, (least, most) in self.ranges.items():
+            if name not in RANGED:
+                raise bad_value("ranges", name, f"must have keys of {', '.join(RANGED)}")
             if not 0 <= least <= most or (name.endswith("efficiency") and not 0 < least <= most <= 1):
                 raise bad_value(
                     f"ranges.{name}", [least, most], "must be the least and the most value that it may have"

@@ -107,7 +107,7 @@ def test_plans_without_fetches_stay_as_they_are() -> None:
 
 
 #: Batches in which two pieces are faster, and in which they are not.
-FASTER, NOT_FASTER = ("wikipedia", 64, 5), ("wikipedia", 128, 4)
+FASTER, NOT_FASTER = ("wikipedia", 32, 5), ("wikipedia", 128, 4)
 
 
 @pytest.mark.parametrize(("batch", "pieces"), [(FASTER, 2), (NOT_FASTER, 1)])

@@ -15,7 +15,8 @@ from mindspeed_cp.errors import ConfigError
 ROOT = Path(__file__).resolve().parent.parent.parent
 CLUSTERS = ROOT / "configs" / "clusters"
 NAMES = ("a2", "a3", "a3_superpod", "a800", "a950", "atlas350", "h200", "h800", "laptop_cpu")
-KEYS = [key for key in Cluster.model_fields if key not in ("device", "kernel_times")]  # those of a calibration
+CALIBRATED = ("device", "kernel_times")
+KEYS = [key for key in Cluster.model_fields if key not in (*CALIBRATED, "ranges")]
 
 
 def changed(tmp_path: Path, pattern: str, into: str, preset: str = "a2") -> Path:
@@ -36,6 +37,10 @@ def test_a_preset_loads_and_each_of_its_numbers_has_a_source(name: str) -> None:
     cluster = load_cluster(name)
     assert cluster.name == name and cluster == load_cluster(CLUSTERS / f"{name}.yaml")
     lines = [line for line in (CLUSTERS / f"{name}.yaml").read_text("utf-8").splitlines() if line[0] != "#"]
+    ranges = [line.strip() for line in lines if line[0] == " "]
+    lines = [line for line in lines if line[0] != " " and not line.startswith("ranges:")]
+    assert [line.split(":")[0] for line in ranges] == list(cluster.ranges) and all("  # " in line for line in ranges)
+    assert all(least <= getattr(cluster, key) <= most for key, (least, most) in cluster.ranges.items())
     assert [line.split(":")[0] for line in lines] == KEYS
     told = [line.split(":")[0] for line in lines if "#" in line]
     assert set(KEYS) - set(told) <= {"name", "ranks_per_node", "rank_bandwidth"}, "a number without its source"
@@ -55,6 +60,16 @@ def test_the_error_of_a_cluster_file_has_the_missing_key(key: str, tmp_path: Pat
         load_cluster(path)
 
 
+def test_everything_takes_longer_at_the_slow_end_of_the_ranges() -> None:
+    cluster = load_cluster("a2")
+    slow, fast = cluster.at_range_end(True), cluster.at_range_end(False)
+    for key in cluster.ranges:
+        order = [getattr(each, key) for each in (fast, cluster, slow)]
+        assert order == sorted(order, reverse=key.endswith("efficiency")) and order[0] != order[2]
+    only = cluster.at_range_end(True, ["launch", "network_latency"])  # the second has no range
+    assert only == cluster.with_values(launch=cluster.ranges["launch"][1])
+
+
 def test_a_file_without_posting_has_the_launch_overhead_of_the_presets(tmp_path: Path) -> None:
     assert (
         load_cluster(changed(tmp_path, r"^posting:.*\n", "")).posting == load_cluster("a2").posting == DEFAULT_POSTING
@@ -72,6 +87,8 @@ def test_a_file_without_posting_has_the_launch_overhead_of_the_presets(tmp_path:
         (r"^ranks_per_node: 8", "ranks_per_node: 0", r"ranks_per_node = 0: must be an integer >= 1"),
         (r"^fabric: mesh", "fabric: torus", r'fabric = "torus": must be one of mesh, switch'),
         (r"^linear_efficiency: 0.7", "linear_efficiency: 1.7", r"linear_efficiency = 1.7: must be a number > 0 and <= 1"),
+        (r"^  launch: \S+ \S+", "  launch: [7e-5, 5e-6]", r"ranges.launch = .*: must be the least and the most value"),
+        (r"^  launch: \S+ \S+", "  memory: [1, 2]", r'ranges = "memory": must have keys of attention_efficiency'),
         (r"^rank_bandwidth: \S+", "rank_bandwidth: 300e9", r"rank_bandwidth = 3.*must be from pair_bandwidth to .*1.96e\+11"),
         (r"^rank_bandwidth: \S+", "rank_bandwidth: 1e9", r"rank_bandwidth = 1.*must be from pair_bandwidth to"),
         (r"^fabric: mesh", "fabric: switch", r"rank_bandwidth = 196.*: must be pair_bandwidth, 2.8e\+10: with fabric: switch"),

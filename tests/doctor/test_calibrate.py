@@ -111,11 +111,15 @@ def test_a_base_gives_what_is_not_measured(tmp_path: Path, monkeypatch: pytest.M
     own = {
         key: getattr(made, key) for key in ("name", "attention_efficiency", "tile_rows", "linear_efficiency", "launch")
     }
-    assert made == base.with_values(**own), "all else is the base's"
+    assert {"launch", "linear_efficiency", "communication_efficiency", "posting"} <= set(made.ranges)
+    least, most = made.ranges["launch"]
+    assert least <= made.launch <= most and made.ranges["posting"] == base.ranges["posting"], "by the fit, and the base's"
+    assert made == base.with_values(**own, ranges=made.ranges), "all else is the base's"
     code, out = calibrated(monkeypatch, tmp_path, IN_NODE, "--base", "a800")
     made = load_cluster(out)
     assert code == 0 and made.communication_efficiency == 1 and made.nics_per_node == 2
     assert made.nic_bandwidth == base.effective_nic, "measured and nominal bandwidths do not mix"
+    assert "communication_efficiency" not in made.ranges and "in_node_latency" in made.ranges
 
 
 class DoubledKernels(CudaAttention):
