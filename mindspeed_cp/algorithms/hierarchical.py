@@ -14,6 +14,7 @@ second travel: half of them at the beginning, half at the end. Zeppelin (2509.21
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from typing import Annotated, Literal
@@ -120,9 +121,7 @@ def build_hierarchical(
     def build(placement: Placement) -> Plan | None:
         """Return the plan of a placement; None if it exceeds the token cap."""
         early = result.model.score(placement).early if placement.split else None
-        plan = plan_from_placement(
-            placement, documents, kv_documents, topology, attention, routing, prefetch, cap, early
-        )
+        plan = plan_from_placement(placement, *problem, prefetch, cap, early)
         if cap is not None and plan.layout.token_counts.max() > cap:
             return None
         if placement.policy.remap:
@@ -132,16 +131,19 @@ def build_hierarchical(
             plan = with_linear_layout(plan, mode)
         return plan if fetch_pieces is None else cut_fetches(plan, fetch_pieces)
 
+    problem = documents, kv_documents, topology, attention, routing
     for may_split in (head_split, False):  # equal parts of documents with split heads are rounded up, above the cap
         try:
-            result = choose_placement(
-                documents, kv_documents, topology, attention, routing, may_split, remap, cap, *sizes
-            )
+            result = choose_placement(*problem, may_split, remap, cap, *sizes)
         except ConfigError:
             if not may_split:
                 raise
             continue
         placements = result.best_of_policies(simulated_placements - levelled)
+        if cap is not None and simulated_placements > 1:  # more room must not make plans slower
+            with suppress(ConfigError):
+                less = (cap - -documents.tokens // topology.ranks) // 2
+                placements += choose_placement(*problem, may_split, remap, less, *sizes).best_of_policies(1)
         if robustness and simulated_placements > 1:
             placements = list(dict.fromkeys([*placements, *result.robust()]))
         plans = {placement: plan for placement in placements if (plan := build(placement)) is not None}
@@ -155,7 +157,6 @@ def build_hierarchical(
     if simulated_placements == 1:
         return next(iter(plans.values()))
     cluster, layer = cluster_of(topology), LayerCost.for_attention(attention, *sizes, sequence_parallel)
-
     slower = [cluster.at_range_end(True, names) for names in FIXED_COSTS]
 
     def simulate(plan: Plan) -> Timeline:

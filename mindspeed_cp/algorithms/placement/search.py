@@ -271,7 +271,11 @@ class PlacementSearch:
         if wide:
             over_nodes = self._over_nodes(self.tried[before:])
             if over_nodes:
-                yield replace(min(over_nodes, key=_by_seconds).placement.policy, wide=False)
+                policy = min(over_nodes, key=_by_seconds).placement.policy
+                yield replace(policy, wide=False)
+                fastest = min(self.tried, key=_by_seconds).placement.policy
+                for split in self._splits if not fastest.wide else ():
+                    yield replace(policy, split=split, wide=False)
         if remap or self.model.topology.ranks == 1:  # the placements of other systems have no layout for linear layers
             return
         if len(self._splits) > 1:
