@@ -115,8 +115,8 @@ def check_cost(batches: Sequence[Documents], ranks: int, algorithms: Sequence[st
     most = max(needed.values())
     if most > MENTIONED_BYTES or seconds > MENTIONED_SECONDS:
         time = f"{seconds:,.0f} seconds" if seconds < 100 else f"{seconds / 60:,.0f} minutes"
-        size = f"{len(documents):,} documents over {ranks:,} ranks"
-        print(f"note: {size} take about {time} and {most / 2**30:,.1f} GiB", file=sys.stderr)
+        work = f"{len(documents):,} documents over {ranks:,} ranks"
+        print(f"note: {work} take about {time} and {most / 2**30:,.1f} GiB", file=sys.stderr)
 
 
 def free_bytes() -> float:

@@ -123,8 +123,8 @@ class LengthReport:
         rows = len(last.metrics.batch_seconds)
         spread = f" ({least:.2f} to {most:.2f} in {rows} rows)" if rows > 1 else ""
         return (
-            f"A row takes {self.comparisons[ranks].ms(last.metrics.seconds)} ms on {ranks} ranks, "
-            f"{first.metrics.seconds / last.metrics.seconds:.1f} times as fast as on {few}; there, documents placed by "
+            f"On {ranks} ranks a row takes {self.comparisons[ranks].ms(last.metrics.seconds)} ms, "
+            f"{first.metrics.seconds / last.metrics.seconds:.1f} times as fast as on {few}, and documents placed by "
             f"cost are {ring}{gain:.2f} times{spread} as fast as {nearest}, the fastest of {', '.join(OTHERS)} "
             f"(modelled): {answer}."
         )

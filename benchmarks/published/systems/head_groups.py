@@ -62,8 +62,9 @@ def _group_sizes(case: Case) -> list[int]:
 # Documents whole in groups of ranks that split heads: groups of one size (verl), or of several (FlexSP).
 
 
-#: Halvings of the interval in which the lower bound of FlexSP's objective lies, and groups for which its search deals.
-HALVINGS, MOST_DEALT = 40, 400
+#: Of FlexSP's objective: halvings of the interval in which its lower bound lies, and divisions into groups that the
+#: search tries.
+HALVINGS, MOST_TRIED = 40, 400
 
 BYTES = 2  # of an element of q, k, v and out
 
@@ -123,7 +124,7 @@ def flexible_groups(
 
     FlexSP solves a mixed integer program for 5 to 15 s. Here a search begins with groups of one size, of each, and
     with those that a bisection over the time opens; it halves a group or joins two, in the end both at once, as long
-    as that helps. For given groups, documents are dealt longest first, and then moved and swapped.
+    as that helps. For given groups, documents are assigned longest first, and then moved and swapped.
 
     Args:
         seconds: of each document on groups of so many ranks, by that number, fp64 [documents] each.
@@ -135,22 +136,22 @@ def flexible_groups(
         Ranks of each document's group, and the first of them, int64 [documents] each; None if no groups that were
         looked at have room.
     """
-    dealt: dict[tuple[int, ...], tuple[float, np.ndarray]] = {}
+    solved: dict[tuple[int, ...], tuple[float, np.ndarray]] = {}
 
     def until(sizes: tuple[int, ...]) -> float:
-        if sizes not in dealt:
+        if sizes not in solved:
             of_groups, free = np.stack([seconds[size] for size in sizes]), room * np.array(sizes)
-            begin = [_dealt(of_groups, tokens, free), *(group for opened, group in bisected if opened == sizes)]
+            begin = [_assigned(of_groups, tokens, free), *(group for opened, group in bisected if opened == sizes)]
             results = [_improved(group, of_groups, tokens, free) for group in begin]
-            dealt[sizes] = min(results, key=lambda result: result[0])
-        return dealt[sizes][0]
+            solved[sizes] = min(results, key=lambda result: result[0])
+        return solved[sizes][0]
 
     bisected = _opened(seconds, ranks)
     starts = [(size,) * (ranks // size) for size in seconds] + [sizes for sizes, _ in bisected]
     best = min(starts, key=until)
     for pairs, begin in [(False, start) for start in starts] + [(True, best)]:
         sizes = best if pairs else begin
-        while len(dealt) < MOST_DEALT:
+        while len(solved) < MOST_TRIED:
             near = _neighbours(sizes, seconds)
             if pairs:
                 near = {groups for neighbour in near for groups in _neighbours(neighbour, seconds)}
@@ -161,7 +162,7 @@ def flexible_groups(
         best = min(best, sizes, key=until)
     if not np.isfinite(until(best)):
         return None
-    degree, group = np.array(best), dealt[best][1]
+    degree, group = np.array(best), solved[best][1]
     return degree[group], (np.cumsum(degree) - degree)[group]
 
 
@@ -206,9 +207,9 @@ def _neighbours(sizes: tuple[int, ...], valid: Collection[int]) -> set[tuple[int
     return out
 
 
-def _dealt(seconds: np.ndarray, tokens: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """Deal documents, longest first, each to the group that is then done soonest; arguments as `_improved`. Returns the
-    group of each document, int64 [documents]; those that find no room are in the first one."""
+def _assigned(seconds: np.ndarray, tokens: np.ndarray, room: np.ndarray) -> np.ndarray:
+    """Return the group of each document, int64 [documents]: longest first, each in the group that is then done soonest,
+    the first one where none has room; arguments as `_improved`."""
     load, free = np.zeros(len(seconds)), room.copy()
     group = np.zeros(seconds.shape[1], np.int64)
     for doc in np.argsort(-seconds.min(0), kind="stable").tolist():
