@@ -48,7 +48,7 @@ def lengths(
 
     from mindspeed_cp.choose.compare import compare_algorithms
     from mindspeed_cp.cli.case import read_case
-    from mindspeed_cp.cli.lengths import read_lengths
+    from mindspeed_cp.cli.lengths import check_cost, read_lengths
     from mindspeed_cp.cli.options import SimulateOptions
     from mindspeed_cp.data.lengths import sample_lengths
     from mindspeed_cp.report.files import check_output_path, write_png
@@ -68,8 +68,10 @@ def lengths(
             kv_heads=kv_heads, head_dim=head_dim, tokens_per_rank=max(1, context // ranks), batches=batches, seed=seed,
             algorithms=",".join((PLACED, *OTHERS)),
         )  # fmt: skip
+        case, candidates = read_case(options)
+        check_cost(case.batches, ranks, (PLACED, *OTHERS))
         with show_progress(f"simulating {ranks} of up to {RANKS[-1]} ranks"):
-            comparisons[ranks] = compare_algorithms(*read_case(options))
+            comparisons[ranks] = compare_algorithms(case, candidates)
     report = LengthReport(source, documents, listed is None, context, comparisons)
     if png is not None:
         write_png(report.figure(), png)

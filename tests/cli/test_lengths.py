@@ -52,7 +52,9 @@ def test_tables_and_picture_of_a_data_set(tmp_path: Path, capsys: pytest.Capture
     text = " ".join(capsys.readouterr().out.split())
     assert "36; 9 longer than the context of 4,096, which are cut" in text and "257 - 512 25.0 %" in text
     assert (
-        "On 16 ranks a row takes" in text and "in 2 rows) as fast as" in text and "of ring, ulysses, hybrid (modelled)" in text
+        "On 16 ranks a row takes" in text
+        and "in 2 rows) as fast as" in text
+        and "of ring, ulysses, hybrid (modelled)" in text
     )
     assert Image.open(picture).size == (1395, 1085)
 
