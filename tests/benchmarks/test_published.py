@@ -34,7 +34,7 @@ from benchmarks.published.systems.balanced_queries import (
     piece_pairs,
 )
 from benchmarks.published.systems.even import LOOKED_AT, Case
-from benchmarks.published.systems.head_groups import differencing, flexible_groups, least_seconds
+from benchmarks.published.systems.head_groups import differencing, flexible_groups, group_seconds, least_seconds
 from benchmarks.published.systems.ring_groups import (
     Thresholds,
     assigned_ranks,
@@ -152,6 +152,18 @@ def test_flexible_groups_are_as_soon_done_as_can_be() -> None:
     groups = flexible_groups({1: work, 2: 1.1 * work / 2, 4: 1.1 * work / 4}, 4, np.ones(3, np.int64))
     assert groups is not None
     assert groups[0].tolist() == [2, 1, 1] and groups[1].tolist() == [0, 2, 3]
+
+
+@pytest.mark.parametrize(("name", "links"), [("a2", 1), ("a800", 1), ("a2", 7), ("a800", 7)])
+def test_members_of_a_group_have_the_links_of_the_group(name: str, links: int) -> None:
+    """On a mesh a group of 2 has one link of the 7, which it can fill with half of its rows; on a switch all of it."""
+    cluster, documents = load_cluster(name), Documents([4096])
+    size = links + 1
+    attention = AttentionConfig(32, 32, 128)
+    alone, group = (group_seconds(documents, Topology(1, 8, name), attention, cluster, n)[0] for n in (1, size))
+    rate = {"a2": links * 28e9, "a800": 200e9}[name] * cluster.communication_efficiency
+    sent = 2 * 2 * 4 * 32 * 128 * 4096 / size * links / size  # there and back: q, k, v, out
+    assert group - alone / size == pytest.approx(sent / rate)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -109,7 +109,8 @@ def group_seconds(
     row += max(attention.kv_heads, min(degree, attention.heads)) * (attention.head_dim + attention.head_dim_v)
     sent = 2 * BYTES * row * lengths / degree  # by a rank, there and back
     in_node = min(degree, ranks_per_node)
-    seconds = (in_node - 1) / degree / cluster.effective_rank
+    links = min(cluster.effective_rank, max(in_node - 1, 1) * cluster.effective_pair)  # of a mesh a rank uses some
+    seconds = (in_node - 1) / degree / links
     if degree > ranks_per_node:
         rate = cluster.effective_nic * cluster.nics_per_node / ranks_per_node
         seconds = max(seconds, (1 - ranks_per_node / degree) / rate)
