@@ -44,6 +44,9 @@ CHANGES: Changes = {
 }
 PLAIN: Changes = {UNCHANGED: ()}
 
+#: Rows in which ranks hold no more tokens than --token-bound times the mean.
+BOUNDED = "tokens bounded"
+
 #: Tables of further sets of lengths: batches of both bases.
 FURTHER: dict[str, Batches] = {
     f"further sets: one row over {RANKS} ranks": further_row,
@@ -58,9 +61,8 @@ def measure(
     options: argparse.Namespace, sets: Sequence[str], ranks: int, count: int, batches: Batches, changes: Changes
 ) -> dict[str, list[Row]]:
     """Return rows of all clusters, heads and sets of lengths on so many ranks, of `count` batches each, by change of
-    the clusters, half as many where there is one; those of unchanged ones are printed as they are done. A set whose
-    batches are equal has one."""
-    rows: dict[str, list[Row]] = {name: [] for name in changes}
+    the clusters, half as many where there is one, and with the bound of tokens; those of unchanged ones are printed as
+    they are done. A set whose batches are equal has one."""
     dtype = "bfloat16" if options.bf16 else "float32"
     places = [
         (change, Place(cluster, heads, ranks, factors, dtype))
@@ -68,6 +70,10 @@ def measure(
         for heads in options.heads
         for change, factors in changes.items()
     ]
+    if options.token_bound:
+        unchanged = [place for change, place in places if change == UNCHANGED]
+        places += [(BOUNDED, dataclasses.replace(place, tokens_over_mean=options.token_bound)) for place in unchanged]
+    rows: dict[str, list[Row]] = {name: [] for name, _ in places}
     for lengths in sets:
         row_of_place = {place: _row(place, lengths) for _, place in places}
         drawn: list[list[Documents]] = []
@@ -83,7 +89,7 @@ def measure(
                 _add(row, documents, timed, bound(documents, place), seed)
         for change, place in places:
             rows[change].append(row_of_place[place])
-            if not place.changed:
+            if change == UNCHANGED:
                 print(line(row_of_place[place], list(SYSTEMS)), flush=True)
     return rows
 
@@ -106,6 +112,8 @@ def _add(row: Row, documents: Sequence[Documents], by_system: dict[str, Timed | 
     row.documents.append((len(lengths), int(lengths.max())))
     able = {name: timed_system for name, timed_system in by_system.items() if timed_system is not None}
     row.bound.append(least)
+    for name, system in able.items():
+        row.fullest.setdefault(name, []).append(system.fullest * row.ranks / int(lengths.sum()))
     for name in by_system:
         row.seconds[name].append(able[name].seconds if name in able else None)
         row.ways[name].append(_way(able[name]) if name in able else "")
@@ -142,6 +150,19 @@ def show(options: argparse.Namespace, rows: list[Row]) -> None:
         print(f"  {said}")
 
 
+def show_both(options: argparse.Namespace, basis: str, rows_by_change: dict[str, list[Row]]) -> dict[str, list[Row]]:
+    """Print the summaries of unchanged rows, then the rows with the bound of tokens; return both by title."""
+    show(options, rows_by_change[UNCHANGED])
+    if BOUNDED not in rows_by_change:
+        return {basis: rows_by_change[UNCHANGED]}
+    title = f"{basis}, no rank with more than {options.token_bound:g} times the mean of the tokens"
+    print(f"\n{title}\n{header(list(SYSTEMS))}")
+    for row in rows_by_change[BOUNDED]:
+        print(line(row, list(SYSTEMS)))
+    show(options, rows_by_change[BOUNDED])
+    return {basis: rows_by_change[UNCHANGED], title: rows_by_change[BOUNDED]}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Print all tables."""
     options = parse_options(argv)
@@ -151,30 +172,31 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows_of_basis: dict[str, list[Row]] = {}
     if 1 in options.basis:
         print(f"\nbasis 1: one row over all ranks\n{header(list(SYSTEMS))}")
-        rows: list[Row] = []
-        for ranks in options.ranks:
-            batches = partial(one_row, ranks)
-            rows += measure(options, options.lengths, ranks, half(options.batches), batches, PLAIN)[UNCHANGED]
-        rows_of_basis["basis 1"] = rows
-        show(options, rows)
+        by_ranks = [
+            measure(options, options.lengths, ranks, half(options.batches), partial(one_row, ranks), PLAIN)
+            for ranks in options.ranks
+        ]
+        joined = {change: [row for rows in by_ranks for row in rows[change]] for change in by_ranks[0]}
+        rows_of_basis |= show_both(options, "basis 1", joined)
     if 2 in options.basis:
         print(f"\nbasis 2: 64K contexts, the even ring CP16 x DP4 against all {RANKS} ranks\n{header(list(SYSTEMS))}")
         changes = CHANGES if options.sensitivity else PLAIN
         rows_by_change = measure(options, options.lengths, RANKS, options.batches, four_rows, changes)
-        show(options, rows_by_change[UNCHANGED])
-        rows_of_basis |= {f"basis 2, {name}": rows for name, rows in rows_by_change.items()}
+        rows_of_basis |= show_both(options, f"basis 2, {UNCHANGED}", rows_by_change)
+        rows_of_basis |= {f"basis 2, {name}": rows for name, rows in rows_by_change.items() if name in CHANGES}
         if options.sensitivity:
             count = half(options.batches)
             print(f"\nbasis 2 on clusters of which the planner did not know, the first {count} batches of each row")
-            for name, rows in rows_by_change.items():
+            for name in CHANGES:
                 for heads in options.heads:
-                    print(summary(f"{name}, {heads}", [row.first(count) for row in rows if row.heads == heads]))
+                    rows = [row.first(count) for row in rows_by_change[name] if row.heads == heads]
+                    print(summary(f"{name}, {heads}", rows))
     for name, batches in FURTHER.items() if options.further else ():
         print(f"\n{name}\n{header(list(SYSTEMS))}")
-        rows = measure(options, options.further, RANKS, half(options.batches), batches, PLAIN)[UNCHANGED]
-        show(options, rows)
-        print(target_text(name, rows, FURTHER_TARGET))
-        rows_of_basis[name] = rows
+        both = show_both(options, name, measure(options, options.further, RANKS, half(options.batches), batches, PLAIN))
+        for title, rows in both.items():
+            print(target_text(title, rows, FURTHER_TARGET))
+        rows_of_basis |= both
     print(f"\n{time.perf_counter() - began:.0f} s")
     if options.markdown:
         options.markdown.write_text(
@@ -201,10 +223,15 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=natural, default=0, help="of the first batch")
     parser.add_argument("--basis", type=int, nargs="*", default=[1, 2], choices=[1, 2], help="of --lengths, or none")
     parser.add_argument("--bf16", action="store_true", help="others send gradients of keys in bf16")
+    parser.add_argument(
+        "--token-bound", type=float, default=1.5, help="tokens of a rank over the mean in the bounded tables; 0: none"
+    )
     parser.add_argument("--no-sensitivity", dest="sensitivity", action="store_false")
     parser.add_argument("--markdown", type=new_file, help="write tables for a page of documentation there")
     parser.add_argument("--json", type=new_file, help="write every figure there")
     options = parser.parse_args(argv)
+    if 0 != options.token_bound < 1:
+        parser.error(f"--token-bound: {options.token_bound:g}; valid: 1 or more, or 0")
     try:
         for name in options.clusters:
             over_pool = 2 in options.basis or options.further

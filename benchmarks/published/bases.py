@@ -9,6 +9,7 @@ packs the documents of the rows anew.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -85,6 +86,7 @@ class Place:
         changed: what the cluster really does, where that is other than the preset, by which plans are made: factors of
             its values.
         reduce_dtype: type in which gradients of keys and values travel in other systems than ours.
+        tokens_over_mean: tokens that a rank may hold, in shares of the batch; None: any number.
     """
 
     name: str
@@ -92,6 +94,7 @@ class Place:
     ranks: int
     changed: tuple[tuple[str, float], ...] = ()
     reduce_dtype: str = "float32"
+    tokens_over_mean: float | None = None
 
     @property
     def attention(self) -> AttentionConfig:
@@ -102,8 +105,14 @@ class Place:
         """Raise ConfigError where there is no such cluster, or the ranks are no whole nodes."""
         self.case(Documents([]), self.ranks)
 
-    def case(self, documents: Documents, ranks: int, shared: dict[object, Candidate] | None = None) -> Case:
-        """Return the case of documents on some of the ranks; for `shared` see :class:`Case`.
+    def case(
+        self,
+        documents: Documents,
+        ranks: int,
+        shared: dict[object, Candidate] | None = None,
+        room: int | None = None,
+    ) -> Case:
+        """Return the case of documents on some of the ranks; for `shared` and `room` see :class:`Case`.
 
         Raises:
             ConfigError: no such cluster, or the ranks are no whole nodes.
@@ -116,7 +125,7 @@ class Place:
             )
         topology = Topology(ranks // per, per, self.name)
         candidates = {} if shared is None else shared
-        return Case(documents, topology, self.attention, preset.with_ranks(per), candidates)
+        return Case(documents, topology, self.attention, preset.with_ranks(per), candidates, room)
 
     def truth(self, cluster: Cluster) -> Cluster:
         """Return the cluster as it really is."""
@@ -138,6 +147,11 @@ class Timed:
     chosen: tuple[Candidate, ...]
     layers: tuple[Layer, ...]
     pooled: bool
+
+    @property
+    def fullest(self) -> int:
+        """Tokens of the fullest rank."""
+        return max(int(candidate.plan.layout.token_counts.max()) for candidate in self.chosen)
 
     @property
     def slowest(self) -> Layer:
@@ -176,8 +190,10 @@ class Bench:
     def _on(self, system: str, rows: Sequence[Documents], place: Place, ranks: int) -> Timed | None:
         """Time rows beside each other, each on so many ranks."""
         chosen, layers = [], []
+        mean = sum(row.tokens for row in rows) / ranks / len(rows)
+        room = None if place.tokens_over_mean is None else math.ceil(place.tokens_over_mean * mean)
         for row in rows:
-            case = place.case(row, ranks, self._shared)
+            case = place.case(row, ranks, self._shared, room)
             truth = place.truth(case.cluster)
             candidates = self._candidates(system, case, place.reduce_dtype)
             if not candidates:
@@ -188,12 +204,14 @@ class Bench:
         return Timed(max(layer.total for layer in layers), tuple(chosen), tuple(layers), len(rows) == 1)
 
     def _candidates(self, system: str, case: Case, reduce_dtype: str) -> list[Candidate]:
-        key = system, case.documents, case.topology, case.attention
+        key = system, case.documents, case.topology, case.attention, case.room
         if key not in self._made:
             made = SYSTEMS[system](case)
             if system != OURS:
                 made = [replace(way, plan=with_reduce_dtype(way.plan, reduce_dtype)) for way in made]
-            self._made[key] = made
+            self._made[key] = [
+                way for way in made if case.room is None or way.plan.layout.token_counts.max() <= case.room
+            ]
         return self._made[key]
 
 

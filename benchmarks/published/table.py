@@ -28,6 +28,7 @@ class Row:
         why: for batches in which another system is faster than ours, what takes both their time.
         seeds: of each batch.
         documents: number of documents of each batch, and tokens of the longest.
+        fullest: tokens of the fullest rank over the mean of all, by system, one of each batch that it can run.
     """
 
     cluster: str
@@ -40,6 +41,7 @@ class Row:
     why: list[str] = field(default_factory=list)
     seeds: list[int] = field(default_factory=list)
     documents: list[tuple[int, int]] = field(default_factory=list)
+    fullest: dict[str, list[float]] = field(default_factory=dict)
 
     def speed(self, system: str) -> np.ndarray | None:
         """Return how many times as fast a system is as the even ring, fp64 [batches]; None where it cannot run them."""
@@ -125,12 +127,16 @@ def summary(name: str, rows: Sequence[Row]) -> str:
     means = {cluster: float(np.concatenate(speeds).mean()) for cluster, speeds in by_cluster.items()}
     speeds = ", ".join(f"{cluster} {mean:.2f}" for cluster, mean in means.items())
     against, fraction = [row.against() for row in rows], np.concatenate([row.fraction for row in rows])
+    fullest = [share for row in rows for share in row.fullest.get(OURS, [])]
+    tokens = (
+        f"; tokens of the fullest rank {np.mean(fullest):.2f} x the mean, most {max(fullest):.2f}" if fullest else ""
+    )
     of_rows = [values.mean() for values in against]
     return (
         f"{name}: ours over the even ring {np.mean(list(means.values())):.2f}x ({speeds}); over the fastest published "
         f"system of each batch {np.mean(of_rows):.2f}x (least row {min(of_rows):.2f}, least batch "
         f"{np.concatenate(against).min():.2f}); fraction of the bound mean {fraction.mean():.3f}, p5 "
-        f"{np.quantile(fraction, 0.05):.3f}, least {fraction.min():.3f}"
+        f"{np.quantile(fraction, 0.05):.3f}, least {fraction.min():.3f}{tokens}"
     )
 
 

@@ -5,7 +5,7 @@ All times are modelled (:mod:`mindspeed_cp.simulate.simulator`), of one layer, f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +66,7 @@ class LayerMetrics:
         sent, sent_most: bytes that a rank sends: the mean, and the maximum.
         memory: peak bytes of the attention, maximum over ranks and batches.
         waiting_causes: causes of exposed and late: (what is waited for, seconds), the largest first.
+        batch_seconds: `seconds` of each batch.
     """
 
     seconds: float
@@ -81,6 +82,7 @@ class LayerMetrics:
     sent_most: float
     memory: float
     waiting_causes: tuple[tuple[str, float], ...]
+    batch_seconds: tuple[float, ...] = ()
 
     @property
     def compute(self) -> float:
@@ -131,12 +133,15 @@ class Comparison:
         return f"Comparison({times}; modelled)"
 
 
-def compare_algorithms(case: SimulationCase, candidates: Sequence[Candidate]) -> Comparison:
+def compare_algorithms(
+    case: SimulationCase, candidates: Sequence[Candidate], on_start: Callable[[str], None] = lambda name: None
+) -> Comparison:
     """Simulate algorithms on the batches of a case.
 
     Args:
         case: what is computed, and where.
         candidates: algorithms; those that are given twice are simulated once. The even ring is always simulated.
+        on_start: called with the name of each algorithm before it is simulated.
 
     Raises:
         ConfigError: The even ring cannot run the case, or the batches have no tokens.
@@ -145,11 +150,13 @@ def compare_algorithms(case: SimulationCase, candidates: Sequence[Candidate]) ->
         raise ConfigError("the batch has no tokens; give documents with at least one, such as --lengths 700,30,4100")
     cost = ComputeCost(case.cluster, case.attention, case.layer)
     bound = float(np.mean([balanced_lower_bound(batch, case.topology.ranks, cost) for batch in case.batches]))
+    on_start(EVEN_RING.as_setting)
     ring = _simulate(case, EVEN_RING, bound)
     results, refused = [ring], {}
     for candidate in dict.fromkeys(candidates):
         if candidate == EVEN_RING:
             continue
+        on_start(candidate.as_setting)
         try:
             results.append(_simulate(case, candidate, bound, ring.metrics.seconds))
         except (ConfigError, PlanError) as error:
@@ -192,6 +199,7 @@ def _simulate(
         sent_most=sent_most,
         memory=memory,
         waiting_causes=tuple(sorted(causes, key=lambda cause: -cause[1])),
+        batch_seconds=tuple(batch[0] for batch in means),
     )
     return AlgorithmResult(candidate, metrics, timelines[0])
 

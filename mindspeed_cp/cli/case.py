@@ -10,13 +10,20 @@ import numpy as np
 from mindspeed_cp.algorithms import ALGORITHMS
 from mindspeed_cp.choose.candidates import Candidate, parse_candidate
 from mindspeed_cp.choose.compare import SimulationCase
-from mindspeed_cp.cli.lengths import SHOWN, VALID_LENGTHS, draw_batches, read_lengths, simulation_limit
+from mindspeed_cp.cli.lengths import (
+    SHOWN,
+    VALID_LENGTHS,
+    draw_batches,
+    is_data_set,
+    read_lengths,
+    simulation_limit,
+)
 from mindspeed_cp.cli.options import CaseOptions, SimulateOptions
 from mindspeed_cp.cluster import LayerCost, load_cluster
 from mindspeed_cp.cluster.cluster import DEFAULT_CLUSTER, cluster_of
 from mindspeed_cp.config import Settings
 from mindspeed_cp.config.candidates import SUITE_SECTION
-from mindspeed_cp.config.derived import first_rows, mean_layer_cost, rank_attention
+from mindspeed_cp.config.derived import first_rows, mean_layer_cost, rank_attention, whole_attention
 from mindspeed_cp.config.sections import POOL
 from mindspeed_cp.config.settings import make_settings, override_settings
 from mindspeed_cp.data.lengths import length_names, sample_lengths
@@ -55,7 +62,7 @@ def read_options(options: CaseOptions, built_in: str) -> SettingsFile:
     file = override_settings(file, options.overrides or ())
     for option, key, value in (
         ("--algorithm", f"{SUITE_SECTION}.algorithm", getattr(options, "algorithm", None)),
-        ("--cluster", f"{SUITE_SECTION}.cluster", getattr(options, "cluster", None)),
+        ("--cluster", f"{SUITE_SECTION}.cluster", options.cluster),
         ("--heads", "model.num_attention_heads", options.heads),
         ("--kv-heads", "model.num_query_groups", options.kv_heads),
         ("--head-dim", "model.kv_channels", options.head_dim),
@@ -131,6 +138,10 @@ def read_case(options: SimulateOptions) -> tuple[SimulationCase, list[Candidate]
     topology = settings.context_parallel_suite.topology
     _check_devices(settings, topology)
     batches, source = read_batches(options, topology.ranks, None if options.config is None else settings)
+    if options.lengths is None:
+        _check_size("the rows of the training", batches[0].lengths, topology.ranks)
+    elif not is_drawn(options):
+        _check_size(f"--lengths {shortened(options.lengths, SHOWN)}", batches[0].lengths, topology.ranks)
     attention, suite, sizes = rank_attention(settings), settings.context_parallel_suite, {}
     layer = layer_cost(file, settings, attention)
     if has_linear_part(file):
@@ -157,6 +168,17 @@ def layer_cost(file: SettingsFile, settings: Settings, attention: AttentionConfi
         return mean_layer_cost(settings)
     plain = LayerCost.for_attention(attention, tensor_parallel=settings.train.tensor_model_parallel_size)
     return replace(plain, bytes_per_element=2 if settings.train.bf16 else 4)
+
+
+def tensor_notes(settings: Settings) -> list[str]:
+    """Return a note on the heads of the model and of one of its tensor-parallel ranks, if there are several."""
+    whole, part, ranks = whole_attention(settings), rank_attention(settings), settings.train.tensor_model_parallel_size
+    if ranks == 1:
+        return []
+    return [
+        f"the model has {whole.heads} heads and {whole.kv_heads} key/value heads; shown is one of {ranks} "
+        f"tensor-parallel ranks, which has {part.heads} and {part.kv_heads}"
+    ]
 
 
 def balance_notes(settings: Settings, shown: str) -> list[str]:
@@ -224,6 +246,7 @@ def _notes(options: SimulateOptions, settings: Settings, topology: Topology) -> 
         notes.append(
             f"no cluster is named: speeds are those of {DEFAULT_CLUSTER}, on nodes of {topology.ranks_per_node} ranks"
         )
+    notes += tensor_notes(settings)
     notes += balance_notes(settings, "simulated are rows of one replica")
     if options.lengths is None and settings.data.balance == "time":
         notes.append("data.balance lays rows anew over replicas; simulated are rows as they are drawn")
@@ -253,22 +276,40 @@ def read_algorithms(text: str, own: Candidate | None = None) -> list[Candidate]:
     return algorithms
 
 
-def read_batches(options: SimulateOptions, ranks: int, settings: Settings | None) -> tuple[tuple[Documents, ...], str]:
+def is_drawn(options: CaseOptions) -> bool:
+    """Return True if batches are drawn from --lengths; False if it is the batch.
+
+    Raises:
+        ConfigError: as :func:`read_lengths`, or both are asked for.
+    """
+    assert options.lengths is not None
+    drawing = [
+        f"--{name.replace('_', '-')} {value}"
+        for name in ("tokens_per_rank", "seed", "batches")
+        if (value := getattr(options, name, None)) is not None
+    ]
+    is_list = read_lengths(options.lengths, options.column, options.tokenizer) is not None
+    if options.one_batch and (drawing or not is_list):
+        why = f"{drawing[0]} draws batches" if drawing else f"batches are drawn from {options.lengths}"
+        raise ConfigError(f"--one-batch: {why}; leave one of them out")
+    return bool(drawing) or not is_list
+
+
+def read_batches(options: CaseOptions, ranks: int, settings: Settings | None) -> tuple[tuple[Documents, ...], str]:
     """Return the packed batches, and where they come from: --lengths, or the first rows of a training."""
-    count, seed = options.batches or 1, options.seed or 0
+    count, seed = getattr(options, "batches", None) or 1, options.seed or 0
     if options.lengths is None:
         assert settings is not None
-        return _rows(options, ranks, settings)
+        return _rows(options, settings)
     listed = read_lengths(options.lengths, options.column, options.tokenizer)
-    drawing = any(value is not None for value in (options.tokens_per_rank, options.batches, options.seed))
     text = shortened(options.lengths, SHOWN)
-    if listed is not None and not drawing:
-        _check_size(f"--lengths {text}", listed, ranks)
+    if listed is not None and not is_drawn(options):
         total = int(listed.sum())
-        if total > max(*ONE_BATCH, ONE_BATCH[1] * ranks) and not options.one_batch and os.path.exists(options.lengths):
+        is_long = total > max(*ONE_BATCH, ONE_BATCH[1] * ranks) and os.path.exists(options.lengths)
+        if (is_long or is_data_set(options.lengths)) and not options.one_batch:
             raise ConfigError(
-                f"--lengths {text}: has {total:,} tokens: a batch, or a data set? Give --one-batch, or --batches 8, "
-                "which draws batches of --tokens-per-rank"
+                f"--lengths {text}: has {total:,} tokens in {len(listed):,} documents: a batch, or a data set? Give "
+                f"--one-batch, or --tokens-per-rank {TOKENS_PER_RANK}, which draws batches of so many"
             )
         return (Documents(listed),), f"the documents of --lengths {text}, as one batch of {total:,} tokens"
     if settings is not None and options.tokens_per_rank is None:
@@ -288,14 +329,13 @@ def _check_size(given: str, lengths: np.ndarray, ranks: int, tokens: int | None 
         raise ConfigError(f"{given} over {ranks:,} ranks: {reason}; give fewer or shorter documents, or fewer ranks")
 
 
-def _rows(options: SimulateOptions, ranks: int, settings: Settings) -> tuple[tuple[Documents, ...], str]:
+def _rows(options: CaseOptions, settings: Settings) -> tuple[tuple[Documents, ...], str]:
     """Return the first rows of a training."""
     if options.tokens_per_rank is not None or options.seed is not None:
         raise ConfigError(
             "--tokens-per-rank, --seed: the rows come from the training; give --set data.seq_length=... or "
             "train.seed=..., or --lengths too"
         )
-    count = min(settings.train.global_batch_size, MAX_SAMPLE_ROWS) if options.batches is None else options.batches
+    count = getattr(options, "batches", None) or min(settings.train.global_batch_size, MAX_SAMPLE_ROWS)
     rows = tuple(first_rows(settings, count))
-    _check_size("the rows of the training", rows[0].lengths, ranks)
     return rows, f"the first {count} row{'s' * (count > 1)} of the training, packed from {settings.data.corpus}"

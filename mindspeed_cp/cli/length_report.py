@@ -33,7 +33,7 @@ def lengths(
     heads: Annotated[int, typer.Option(min=1, max=2**14, help="Query heads.")] = 32,
     kv_heads: Annotated[int, typer.Option(min=1, max=2**14, help="Key/value heads.")] = 8,
     head_dim: Annotated[int, typer.Option(min=1, max=2**14, help="Channels of a head.")] = 128,
-    batches: Annotated[int, typer.Option(min=1, max=1000, help="Rows that are drawn and simulated.")] = 4,
+    batches: Annotated[int, typer.Option(min=1, max=1000, help="Rows that are drawn and simulated.")] = 8,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the first row.")] = 0,
     png: Annotated[Path | None, typer.Option(help="Draw a picture.")] = None,
     as_json: AsJson = False,
@@ -48,16 +48,18 @@ def lengths(
 
     from mindspeed_cp.choose.compare import compare_algorithms
     from mindspeed_cp.cli.case import read_case
-    from mindspeed_cp.cli.lengths import read_lengths
+    from mindspeed_cp.cli.lengths import check_cost, read_lengths
     from mindspeed_cp.cli.options import SimulateOptions
     from mindspeed_cp.data.lengths import sample_lengths
     from mindspeed_cp.report.files import check_output_path, write_png
     from mindspeed_cp.report.lengths import OTHERS, PLACED, LengthReport
+    from mindspeed_cp.report.progress import show_progress
     from mindspeed_cp.report.text import print_tables, wrap_text
 
     if png is not None:
         check_output_path("--png", png, [".png"])
-    listed = read_lengths(source, column, tokenizer)
+    with show_progress("reading the lengths"):
+        listed = read_lengths(source, column, tokenizer)
     documents = sample_lengths(source, SAMPLED, seed) if listed is None else listed[listed > 0]
     comparisons = {}
     for ranks in RANKS:
@@ -66,7 +68,10 @@ def lengths(
             kv_heads=kv_heads, head_dim=head_dim, tokens_per_rank=max(1, context // ranks), batches=batches, seed=seed,
             algorithms=",".join((PLACED, *OTHERS)),
         )  # fmt: skip
-        comparisons[ranks] = compare_algorithms(*read_case(options))
+        case, candidates = read_case(options)
+        check_cost(case.batches, ranks, (PLACED, *OTHERS))
+        with show_progress(f"simulating {ranks} of up to {RANKS[-1]} ranks"):
+            comparisons[ranks] = compare_algorithms(case, candidates)
     report = LengthReport(source, documents, listed is None, context, comparisons)
     if png is not None:
         write_png(report.figure(), png)

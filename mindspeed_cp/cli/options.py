@@ -63,6 +63,17 @@ class CaseOptions:
     ] = None
     column: Annotated[str | None, typer.Option(help="Column of a data set: lengths, lists of tokens, or texts.")] = None
     tokenizer: Annotated[Path | None, typer.Option(help="tokenizer.json for a column of texts.")] = None
+    one_batch: Annotated[
+        bool, typer.Option("--one-batch", help="A file is one batch, and not what batches are drawn from.")
+    ] = False
+    tokens_per_rank: Annotated[
+        int | None, typer.Option(min=1, help="Draw batches of so many tokens a rank. Default for sets: 4096.")
+    ] = None
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of drawn batches. Default: 0.")] = None
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="A preset (docs/simulate.md lists them) or a YAML file. Default: of the settings, or a2."),
+    ] = None
     ranks: Annotated[
         int | None,
         typer.Option("--ranks", "--cp", min=1, help="Context-parallel ranks of all nodes. Default: of the settings."),
@@ -86,7 +97,7 @@ class PlanOptions(CaseOptions):
 
     Without a settings file: 4 ranks, 8 heads of 64 channels in bf16, ring.
 
-    mindspeed-cp plan --lengths 700,30,4100 --algorithm hybrid --set ulysses_degree=2 --png map.png
+    mindspeed-cp plan --lengths 700,30,4100 --algorithm hybrid --set ulysses_degree=2 --cluster a3 --png map.png
     """
 
     mask: Annotated[str, typer.Option(help="causal or full.")] = "causal"
@@ -105,16 +116,9 @@ class SimulateOptions(CaseOptions):
     mindspeed-cp simulate --lengths wikipedia --cluster a2 --nodes 4 --png out.png
     """
 
-    cluster: Annotated[
-        str | None,
-        typer.Option(help="A preset (docs/simulate.md lists them) or a YAML file. Default: of the settings, or a2."),
-    ] = None
-    tokens_per_rank: Annotated[int | None, typer.Option(min=1, help="Tokens of drawn batches. Default: 4096.")] = None
-    seed: Annotated[int | None, typer.Option(min=0, help="Seed of drawn batches. Default: 0.")] = None
     batches: Annotated[
         int | None, typer.Option(min=1, max=1000, help="Number of batches; the table shows their means. Default: 1.")
     ] = None
-    one_batch: Annotated[bool, typer.Option("--one-batch", help="A file is one batch, however long it is.")] = False
     algorithms: Annotated[
         str, typer.Option(help="all, or names with options after colons, such as ring,direct:prefetch=4")
     ] = "all"

@@ -8,9 +8,10 @@ from mindspeed_cp.choose.candidates import Candidate
 from mindspeed_cp.choose.choose import Decision, choose_algorithm
 from mindspeed_cp.choose.compare import EVEN_RING, SimulationCase, compare_algorithms
 from mindspeed_cp.cli.case import read_case
-from mindspeed_cp.cli.lengths import check_memory
+from mindspeed_cp.cli.lengths import check_cost
 from mindspeed_cp.cli.options import SimulateOptions
 from mindspeed_cp.report.files import check_output_path, write_png
+from mindspeed_cp.report.progress import show_progress
 from mindspeed_cp.report.simulation import conclusion, simulation_dict, simulation_tables
 from mindspeed_cp.report.text import print_tables, wrap_text
 from mindspeed_cp.report.timelines import comparison_figure
@@ -22,11 +23,13 @@ def run(options: SimulateOptions) -> int:
     for option, file, suffix in (("--png", options.png, ".png"), ("--trace", options.trace, ".json")):
         if file is not None:  # before the simulation
             check_output_path(option, file, [suffix])
-    case, candidates = read_case(options)
-    for algorithm in dict.fromkeys(candidate.algorithm for candidate in (EVEN_RING, *candidates)):
-        check_memory(max(case.batches, key=len), case.topology.ranks, algorithm)
-    decision = choose(case, candidates) if options.choose else None
-    comparison = compare_algorithms(case, candidates)
+    with show_progress("reading the lengths"):
+        case, candidates = read_case(options)
+    algorithms = list(dict.fromkeys(candidate.algorithm for candidate in (EVEN_RING, *candidates)))
+    check_cost(case.batches, case.topology.ranks, algorithms)
+    with show_progress("choosing among the options of all algorithms") as say:
+        decision = choose(case, candidates) if options.choose else None
+        comparison = compare_algorithms(case, candidates, on_start=lambda name: say(f"simulating {name}"))
     files, shown = {}, list(dict.fromkeys((comparison.results[0], comparison.ring)))
     if options.png is not None:
         files["picture"] = str(write_png(comparison_figure(comparison, shown), options.png))

@@ -191,6 +191,13 @@ class Cluster(Section):
         )
 
 
+#: Presets of machines, by what their names have in common.
+_MACHINES = {
+    "superpod": "a3_superpod", "a2": "a2", "910b": "a2", "a3": "a3", "910c": "a3", "950": "a950", "a100": "a800",
+    "h100": "h800",
+}  # fmt: skip
+
+
 def cluster_names() -> list[str]:
     """Return the names of the installed presets, sorted."""
     return sorted(path.stem for path in PRESET_FOLDER.glob("*.yaml"))
@@ -210,7 +217,7 @@ def load_cluster(name_or_path: str | Path) -> Cluster:
     path = Path(name_or_path)
     if isinstance(name_or_path, str) and path.suffix not in (".yaml", ".yml") and path.name == text:
         names = cluster_names()
-        near = closest_names(text.lower(), names)
+        near = [name for part, name in _MACHINES.items() if part in text.lower()] or closest_names(text.lower(), names)
         raise ConfigError(
             f"cluster {text!r}: no such preset; {did_you_mean(near)}"
             f"valid: {', '.join(names)}, or the path of a YAML file with the keys of a preset"

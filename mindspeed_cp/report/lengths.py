@@ -56,8 +56,17 @@ class LengthReport:
 
     def ratios(self, ranks: int) -> dict[str, float]:
         """Return how many times as fast hierarchical placement is as each other algorithm that can run."""
-        seconds = {result.candidate.algorithm: result.metrics.seconds for result in self.comparisons[ranks].results}
-        return {name: seconds[name] / seconds[PLACED] for name in OTHERS if name in seconds}
+        return {name: values[0] for name, values in self.spread(ranks).items()}
+
+    def spread(self, ranks: int) -> dict[str, tuple[float, float, float]]:
+        """Return the same over all rows, and the least and the most of a row."""
+        metrics = {result.candidate.algorithm: result.metrics for result in self.comparisons[ranks].results}
+        placed, out = metrics[PLACED], {}
+        for name in OTHERS:
+            if name in metrics:
+                by_row = np.array(metrics[name].batch_seconds) / np.array(placed.batch_seconds)
+                out[name] = metrics[name].seconds / placed.seconds, float(by_row.min()), float(by_row.max())
+        return out
 
     def tables(self) -> list[Table]:
         """Return the numbers, the histogram and the gains."""
@@ -80,13 +89,13 @@ class LengthReport:
         columns = "tokens of a document", "of documents", "of tokens", "of attention", "tokens of the bin"
         gains = []
         for ranks, comparison in self.comparisons.items():
-            topology, ratios = comparison.case.topology, self.ratios(ranks)
+            topology, spread = comparison.case.topology, self.spread(ranks)
             seconds = self._placed(comparison).metrics.seconds
-            cells = [f"{ratios[name]:.2f}" if name in ratios else "cannot run" for name in OTHERS]
+            cells = [_range(spread[name]) if name in spread else "cannot run" for name in OTHERS]
             gains.append((f"{ranks}", f"{topology.nodes} x {topology.ranks_per_node}", comparison.ms(seconds), *cells))
         case = next(iter(self.comparisons.values())).case
         rows_of = f"{len(case.batches)} drawn rows of {self.context:,} tokens"
-        title = f"{rows_of} on cluster {case.cluster.name}: one layer, modelled"
+        title = f"{rows_of} on cluster {case.cluster.name}: one layer, modelled (least - most of a row)"
         headings = "ranks", "nodes", f"{PLACED}, ms", *(f"x {name}" for name in OTHERS)
         return [
             Table("Lengths", ("", ""), numbers),
@@ -108,9 +117,16 @@ class LengthReport:
             else "a few assumed constants decide: calibrate"
         )
         ring = f"{ratios['ring']:.2f} times as fast as the even ring and " if nearest != "ring" else ""
+        few = min(self.comparisons)
+        first, last = (self._placed(self.comparisons[number]) for number in (few, ranks))
+        _, least, most = self.spread(ranks)[nearest]
+        rows = len(last.metrics.batch_seconds)
+        spread = f" ({least:.2f} to {most:.2f} in {rows} rows)" if rows > 1 else ""
         return (
-            f"On {ranks} ranks, documents placed by cost are {ring}{gain:.2f} times as fast as {nearest}, the fastest "
-            f"of {', '.join(OTHERS)} (modelled): {answer}."
+            f"On {ranks} ranks a row takes {self.comparisons[ranks].ms(last.metrics.seconds)} ms, "
+            f"{first.metrics.seconds / last.metrics.seconds:.1f} times as fast as on {few}, and documents placed by "
+            f"cost are {ring}{gain:.2f} times{spread} as fast as {nearest}, the fastest of {', '.join(OTHERS)} "
+            f"(modelled): {answer}."
         )
 
     def as_dict(self) -> dict[str, Any]:
@@ -133,6 +149,7 @@ class LengthReport:
                     "ranks": ranks,
                     "seconds": {result.candidate.algorithm: result.metrics.seconds for result in comparison.results},
                     "times_as_fast_as": self.ratios(ranks),
+                    "least_and_most_of_a_row": {name: values[1:] for name, values in self.spread(ranks).items()},
                 }
                 for ranks, comparison in self.comparisons.items()
             ],
@@ -157,12 +174,16 @@ class LengthReport:
         shown = list(self.comparisons)
         places = np.arange(len(shown))
         for i, (name, colour) in enumerate(zip(OTHERS, _RATIO_COLOURS, strict=True)):
-            heights = [self.ratios(ranks).get(name, 0.0) for ranks in shown]
-            bars = bottom.bar(places + 0.27 * (i - 1), heights, 0.27, label=f"over {name}", color=colour)
+            spread = [self.spread(ranks).get(name, (0.0, 0.0, 0.0)) for ranks in shown]
+            heights = [mean for mean, _, _ in spread]
+            beyond = np.array([(mean - least, most - mean) for mean, least, most in spread]).T
+            whiskers = {"yerr": beyond.clip(0), "error_kw": {"ecolor": "0.3", "elinewidth": 1, "capsize": 2}}
+            bars = bottom.bar(places + 0.27 * (i - 1), heights, 0.27, label=f"over {name}", color=colour, **whiskers)
             bottom.bar_label(bars, [f"{height:.2f}" if height else "" for height in heights], fontsize=9)
         bottom.axhline(1.0, color="0.4", linewidth=1)
         bottom.set_xticks(places, [f"{ranks} ranks" for ranks in shown])
-        bottom.set(ylabel="times", title=f"Speed of {PLACED} on rows of {self.context:,} tokens, modelled")
+        title = f"Speed of {PLACED} on rows of {self.context:,} tokens, modelled; lines: least and most of a row"
+        bottom.set(ylabel="times", title=title)
         bottom.margins(y=0.15)
         bottom.legend(frameon=False)
         for axes in (top, bottom):
@@ -172,3 +193,8 @@ class LengthReport:
     @staticmethod
     def _placed(comparison: Comparison) -> AlgorithmResult:
         return next(result for result in comparison.results if result.candidate.algorithm == PLACED)
+
+
+def _range(spread: tuple[float, float, float]) -> str:
+    mean, least, most = spread
+    return f"{mean:.2f} ({least:.2f} - {most:.2f})"

@@ -88,6 +88,7 @@ def simulation_dict(comparison: Comparison) -> dict[str, Any]:
                 "algorithm": item.candidate.algorithm,
                 "options": dict(item.candidate.options),
                 "seconds": item.metrics.seconds,
+                "batch_seconds": item.metrics.batch_seconds,
                 "speedup": item.metrics.speedup,
                 "fraction_of_bound": item.metrics.fraction,
                 "imbalance": item.metrics.imbalance,

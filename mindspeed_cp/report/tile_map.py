@@ -10,7 +10,8 @@ scale, so that area is work::
     1,200 tokens       |   ◣|        |■   |
 
 Squares are sampled: a pixel stands for the pair of tokens at its centre. If documents or chunks are smaller than
-pixels, each square is shaded by its work instead.
+pixels, each square is shaded by its work instead. Bars at the right are each rank's work and tokens over their means.
+Of many ranks and steps evenly spaced ones are drawn, so that the picture fits a screen.
 """
 
 from __future__ import annotations
@@ -33,44 +34,62 @@ if TYPE_CHECKING:
 DPI = 110
 MAX_WIDTH, MAX_HEIGHT, MAX_SQUARE, MIN_SQUARE = 1300, 760, 190, 5  # pixels of all squares together, and of one
 MIN_FRAMED_SQUARE, MIN_DESCRIBED_SQUARE = 12, 75  # pixels
+MAX_RANKS, MAX_STEPS, SPACED_RANKS = 48, 64, 32  # of the picture; of more ranks so many are drawn
+MIN_BARS, MAX_BARS, MAX_BAR = 160, 380, 12  # pixels: width of the bars' axis, height of a bar
 MIN_RUN_PIXELS = 3.0  # squares are shaded if coloured runs are shorter on average
 GREY, FRAME = 0.88, 0.6
+WORK_COLOUR, TOKEN_COLOUR = "#4c7fc4", "#c9ccd1"
 
 
 def tile_map(summary: PlanSummary) -> Figure:
     """Return the picture of a plan's forward. Raises ConfigError if matplotlib is not installed."""
     plan = summary.plan
-    ranks, steps = summary.work.shape
-    side = max(MIN_SQUARE, min(MAX_SQUARE, MAX_WIDTH // max(steps, 1), MAX_HEIGHT // ranks) * 92 // 100)
+    ranks, steps = _drawn(summary)
+    side = max(MIN_SQUARE, min(MAX_SQUARE, MAX_WIDTH // max(len(steps), 1), MAX_HEIGHT // len(ranks)) * 92 // 100)
     pitch = side + max(1, side // 12)
     queries, keys = (
         (np.arange(side) * 2 + 1) * documents.tokens // (2 * side) for documents in (plan.documents, plan.kv_documents)
     )
     seen = visible(plan, queries, keys)
-    owners = [computed_squares(plan, rank, queries, keys, seen) for rank in range(ranks)]
+    owners = [computed_squares(plan, rank, queries, keys, seen)[steps] for rank in ranks]
     is_shaded = bool(summary.work.any()) and _mean_run(owners) < MIN_RUN_PIXELS
-    palette = np.array(rank_colours(ranks))
-    image = np.ones((ranks * pitch, max(steps, 1) * pitch, 3))
-    for rank in range(ranks):
-        for step in range(steps):
-            square = image[rank * pitch :, step * pitch :][:side, :side]
+    palette = np.array(rank_colours(plan.ranks))
+    image = np.ones((len(ranks) * pitch, max(len(steps), 1) * pitch, 3))
+    for row, rank in enumerate(ranks):
+        for column, step in enumerate(steps):
+            square = image[row * pitch :, column * pitch :][:side, :side]
             if is_shaded:
                 square[:] = 1 - summary.work[rank, step] / summary.work.max() * np.array([0.9, 0.7, 0.45])
             else:
                 square[seen] = GREY
-                computed = owners[rank][step] >= 0
-                square[computed] = palette[owners[rank][step][computed]]
+                owner = owners[row][column]
+                square[owner >= 0] = palette[owner[owner >= 0]]
             if side >= MIN_FRAMED_SQUARE:
                 square[[0, -1]] = square[:, [0, -1]] = FRAME
-    return _figure(summary, image, side, pitch, palette, is_shaded)
+    return _figure(summary, ranks, steps, image, side, pitch, palette, is_shaded)
+
+
+def _drawn(summary: PlanSummary) -> tuple[list[int], list[int]]:
+    """Return the ranks and the steps that are drawn: all, or of many evenly spaced ones and the rank with most work."""
+    ranks, steps = summary.work.shape
+    spaced = range(0, ranks, 1 if ranks <= MAX_RANKS else -(-ranks // SPACED_RANKS))
+    drawn_steps = np.unique(np.linspace(0, steps - 1, min(steps, MAX_STEPS)).round().astype(int)).tolist()
+    return sorted({*spaced, int(summary.work.sum(1).argmax())}), drawn_steps
 
 
 def _figure(
-    summary: PlanSummary, image: np.ndarray, side: int, pitch: int, palette: np.ndarray, is_shaded: bool
+    summary: PlanSummary,
+    ranks: list[int],
+    steps: list[int],
+    image: np.ndarray,
+    side: int,
+    pitch: int,
+    palette: np.ndarray,
+    is_shaded: bool,
 ) -> Figure:
     """Return the image with the title, the names of steps, at each row the rank, what it holds and its work, and the
     meaning of the colours."""
-    plan, width = summary.plan, max(image.shape[1] / DPI + 3.0, 8.5)
+    plan, width = summary.plan, max((image.shape[1] + MIN_BARS) / DPI + 3.4, 8.5)
     nodes = f" ({plan.topology.nodes} nodes)" if plan.topology.nodes > 1 else ""
     lengths, kv_lengths = plan.documents.lengths, plan.kv_documents.lengths
     keys = "" if kv_lengths is lengths else f"; their keys: {format_lengths(kv_lengths)}"
@@ -80,7 +99,11 @@ def _figure(
         *textwrap.wrap(drawn_text(title), int(width * 11)),
         *textwrap.wrap(f"forward, {describe_attention(plan.attention)}; {imbalance}", int(width * 11)),
     ]
-    notes = [line for note in _notes(summary, is_shaded) for line in textwrap.wrap(note, int(width * 14.5))]
+    notes = [
+        line
+        for note in [*_left_out(summary, ranks, steps), *_notes(summary, is_shaded)]
+        for line in textwrap.wrap(note, int(width * 14.5))
+    ]
     height = image.shape[0] / DPI + 0.2 * len(titles) + 0.16 * len(notes) + 0.7
     figure = new_figure(width, height, DPI, layout="constrained")
     figure.suptitle("\n".join(titles), x=0.01, ha="left", fontsize=10, weight="bold")
@@ -90,24 +113,44 @@ def _figure(
     axes.set_anchor("W")
     for spine in axes.spines.values():
         spine.set_visible(False)
-    shown_steps = range(0, len(summary.labels), -(-DPI // (2 * pitch)))
-    axes.set_xticks(
-        [step * pitch + side / 2 for step in shown_steps], [f"step {summary.labels[i]}" for i in shown_steps]
-    )
+    columns = range(0, len(steps), -(-DPI // (2 * pitch)))
+    axes.set_xticks([i * pitch + side / 2 for i in columns], [f"step {summary.labels[steps[i]]}" for i in columns])
     axes.tick_params(length=0, labelsize=8, top=True, labeltop=True, bottom=False, labelbottom=False)
-    ranks_to_draw = range(0, plan.ranks, -(-15 // pitch))
-    centres = [rank * pitch + side / 2 for rank in ranks_to_draw]
+    centres = np.arange(len(ranks)) * pitch + side / 2
     is_described = side >= MIN_DESCRIBED_SQUARE
-    axes.set_yticks(centres, [_describe_rank(summary, rank, is_described) for rank in ranks_to_draw])
-    for rank, label in zip(ranks_to_draw, axes.get_yticklabels(), strict=True):
+    axes.set_yticks(centres, [_describe_rank(summary, rank, is_described) for rank in ranks])
+    for rank, label in zip(ranks, axes.get_yticklabels(), strict=True):
         label.set(color=palette[rank] * 0.85, weight="bold")
-    work = summary.work.sum(1)
-    right = axes.secondary_yaxis("right")
-    right.set_yticks(centres, [f"{work[rank] / (work.mean() or 1):.2f}" for rank in ranks_to_draw])
-    right.set_ylabel("work / mean", fontsize=8)
-    right.tick_params(length=0, labelsize=8)
-    right.spines["right"].set_visible(False)
+    free, thick = min(width * DPI - image.shape[1] - 3.4 * DPI, MAX_BARS), min(0.4 * side, MAX_BAR)
+    bars = axes.inset_axes((1 + 0.55 * DPI / image.shape[1], 0.0, free / image.shape[1], 1.0))
+    for name, values, colour, shift in (
+        ("work / mean", summary.work.sum(1), WORK_COLOUR, -0.5),
+        ("tokens / mean", plan.layout.token_counts, TOKEN_COLOUR, 0.5),
+    ):
+        shares = values[ranks] / (values.mean() or 1)
+        bars.barh(centres + shift * thick, shares, thick, color=colour, label=name)
+        if name == "work / mean":
+            bars.set_yticks(centres, [f"{share:.2f}" for share in shares])
+    bars.set_ylim(image.shape[0], 0)
+    bars.axvline(1.0, color="0.3", linewidth=0.8)
+    bars.set_xticks([0, 1])
+    bars.tick_params(length=0, labelsize=8, top=False, labelbottom=False)
+    bars.spines[["top", "right", "bottom"]].set_visible(False)
+    bars.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, fontsize=8, frameon=False, borderaxespad=0.2,
+                columnspacing=1.0, handlelength=1.0)  # fmt: skip
     return figure
+
+
+def _left_out(summary: PlanSummary, ranks: list[int], steps: list[int]) -> list[str]:
+    """Return notes on ranks and steps that are not drawn."""
+    notes, of_ranks, of_steps = [], summary.plan.ranks, len(summary.labels)
+    if len(ranks) < of_ranks:
+        most = int(summary.work.sum(1).argmax())
+        spacing = ranks[1] - ranks[0] if ranks[1] != most else ranks[2] - ranks[0]
+        notes.append(f"Drawn are {len(ranks)} of {of_ranks:,} ranks, {spacing} apart, and rank {most}, with most work.")
+    if len(steps) < of_steps:
+        notes.append(f"Drawn are {len(steps)} of {of_steps:,} steps.")
+    return notes
 
 
 def visible(plan: Plan, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
@@ -194,9 +237,10 @@ def kv_source_lookup(plan: Plan, rank: int) -> Callable[[np.ndarray], np.ndarray
     exchanges messages with this rank.
     """
     items, connected = plan.forward.fetch.items, {rank}
+    source, target = np.divmod(np.unique(items["src"].astype(np.int64) * plan.ranks + items["dst"]), plan.ranks)
     while True:
-        is_connected = np.isin(items["src"], list(connected)) | np.isin(items["dst"], list(connected))
-        extended = connected.union(items["src"][is_connected].tolist(), items["dst"][is_connected].tolist())
+        is_connected = np.isin(source, list(connected)) | np.isin(target, list(connected))
+        extended = connected.union(source[is_connected].tolist(), target[is_connected].tolist())
         if extended == connected:
             break
         connected = extended

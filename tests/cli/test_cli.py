@@ -50,7 +50,7 @@ def test_plan_names_its_cluster_and_its_modelled_time(
     expected = next(
         entry for entry in json.loads(capsys.readouterr().out)["algorithms"] if entry["name"] == "hierarchical"
     )
-    command = ["plan", *sizes, "--algorithm", "hierarchical", "--set", "cluster=a3"]
+    command = ["plan", *sizes, "--algorithm", "hierarchical", "--cluster", "a3"]
     assert run([*command, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["cluster"] == "a3" and told["modelled"]["left_out"] is None

@@ -34,10 +34,15 @@ def test_shares_and_gains_are_those_of_the_file_and_of_simulate(
     assert [row["ranks"] for row in values["ranks"]] == [2, 4, 8, 16]
     same = ("--tokens-per-rank", "512", "--batches", "2", "--heads", "16", "--kv-heads", "8", "--head-dim", "64")
     assert run(["simulate", "--lengths", str(path), "--cp", "8", *same, "--json"]) == 0
-    simulated = {row["name"]: row["seconds"] for row in json.loads(capsys.readouterr().out)["algorithms"]}
+    algorithms = json.loads(capsys.readouterr().out)["algorithms"]
+    simulated = {row["name"]: row["seconds"] for row in algorithms}
+    seconds = {row["name"]: row["batch_seconds"] for row in algorithms}
     for name in ("ring", "ulysses", "hybrid"):
         ratio = values["ranks"][2]["times_as_fast_as"][name]
         assert ratio == pytest.approx(simulated[name] / simulated["hierarchical"])
+        least, most = values["ranks"][2]["least_and_most_of_a_row"][name]
+        rows = np.divide(seconds[name], seconds["hierarchical"])
+        assert (least, most) == pytest.approx((rows.min(), rows.max())) and least < most
 
 
 def test_tables_and_picture_of_a_data_set(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -46,7 +51,11 @@ def test_tables_and_picture_of_a_data_set(tmp_path: Path, capsys: pytest.Capture
     assert run(["lengths", str(tmp_path / "text_document"), *SMALL, "--png", str(picture)]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "36; 9 longer than the context of 4,096, which are cut" in text and "257 - 512 25.0 %" in text
-    assert "On 16 ranks, documents placed by cost are" in text and "of ring, ulysses, hybrid (modelled)" in text
+    assert (
+        "On 16 ranks a row takes" in text
+        and "in 2 rows) as fast as" in text
+        and "of ring, ulysses, hybrid (modelled)" in text
+    )
     assert Image.open(picture).size == (1395, 1085)
 
 
@@ -70,7 +79,27 @@ def test_a_file_too_long_for_a_batch_has_to_be_named_as_one(tmp_path: Path, caps
     command = ["simulate", "--lengths", str(path), "--cp", "2", "--algorithms", "ring"]
     assert run(command) == 2
     error = capsys.readouterr().err
-    assert "has 1,120,000 tokens: a batch, or a data set? Give --one-batch, or --batches 8" in error
+    assert "has 1,120,000 tokens in 16 documents: a batch, or a data set? Give --one-batch, or --tokens-per" in error
     assert run([*command, "--one-batch"]) == 0
     assert run([*command, "--batches", "1"]) == 0
     assert run(["simulate", "--lengths", "70000," * 15 + "70000", *command[3:]]) == 0  # numbers are a batch
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_a_data_set_is_a_batch_or_is_drawn_from_as_an_option_says(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_index(tmp_path / "text_document.idx", [300, 5000, 41, 900], list(range(5)))
+    given = [command, "--lengths", str(tmp_path / "text_document"), "--cp", "2", "--json"]
+    given += ["--algorithms", "ring"] if command == "simulate" else []
+    assert run(given) == 2
+    assert "6,241 tokens in 4 documents: a batch, or a data set?" in capsys.readouterr().err
+    tokens = {}
+    for options in (("--one-batch",), ("--tokens-per-rank", "1000"), ("--tokens-per-rank", "1000", "--seed", "1")):
+        assert run([*given, *options]) == 0
+        values = json.loads(capsys.readouterr().out)
+        tokens[options] = (values if command == "plan" else values["batches"][0])["tokens"]
+    assert list(tokens.values()) == [6241, 2000, 2000]
+    for lengths, options in ((given[2], ("--seed", "3")), ("wikipedia", ())):
+        assert run([*given[:2], lengths, "--cp", "2", "--one-batch", *options]) == 2
+        assert "--one-batch" in capsys.readouterr().err

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
+import time
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +23,7 @@ from mindspeed_cp.config.settings import load_settings
 from mindspeed_cp.data.corpus import open_corpus
 from mindspeed_cp.data.lengths import sample_batch
 from mindspeed_cp.data.stream import PackedStream
+from mindspeed_cp.report.progress import show_progress
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("--lengths", "3000,40,900,260", "--nodes", "2", "--ranks-per-node", "2", "--heads", "4", "--head-dim", "128")
@@ -265,7 +269,7 @@ def test_listed_documents_have_a_bound_in_number_and_size(
 ) -> None:
     np.save(tmp_path / "a.npy", np.full(2**20 + 1, 16))
     said = "over 16 ranks: 16,777,232 chunks of documents for the even ring, and at most 16,777,216"
-    assert said in failure(capsys, "--lengths", tmp_path / "a.npy", "--nodes", "2")
+    assert said in failure(capsys, "--lengths", tmp_path / "a.npy", "--nodes", "2", "--one-batch")
     monkeypatch.setattr(cli_lengths, "MAX_RING_CHUNKS", 3)
     (tmp_path / "a.txt").write_text("1\n2\n3\n4\n")
     assert "more than 3 documents" in failure(capsys, "--lengths", tmp_path / "a.txt")
@@ -304,6 +308,40 @@ def test_no_model_of_the_defaults_is_modelled(tmp_path: Path, capsys: pytest.Cap
 def test_an_empty_length_is_refused(command: str, lengths: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run([command, "--lengths", lengths]) == 2
     assert "no length stands before a comma" in capsys.readouterr().err
+
+
+def test_what_takes_minutes_is_said_before_it_begins(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mindspeed_cp.cli.plan.build_plan", lambda *_, **__: pytest.fail("it began"))
+    monkeypatch.setattr(cli_lengths, "free_bytes", lambda: float("inf"))
+    with pytest.raises(pytest.fail.Exception):
+        run(["plan", "--lengths", "wikipedia", "--nodes", "1000"])
+    said = capsys.readouterr().err
+    assert re.fullmatch(r"note: 1\d,\d+ documents over 4,000 ranks take about \d\d minutes and 1\d.\d GiB\n", said)
+    with pytest.raises(pytest.fail.Exception):
+        run(["plan", "--lengths", "700,30", "--nodes", "2"])
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("is_terminal", "wait"), [(True, 0.0), (True, 60.0), (False, 0.0)])
+def test_progress_is_shown_on_terminals_where_work_takes_long(
+    is_terminal: bool, wait: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stream(StringIO):
+        def isatty(self) -> bool:
+            return is_terminal
+
+    stream = Stream()
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setattr("mindspeed_cp.report.progress.QUIET_SECONDS", wait)
+    with show_progress("building") as say:
+        say("counting [tiles]")
+        until = time.monotonic() + 20
+        while is_terminal and not wait and "counting [tiles]" not in stream.getvalue() and time.monotonic() < until:
+            time.sleep(0.01)
+    assert ("counting [tiles]" in stream.getvalue()) == (is_terminal and not wait)
+    assert bool(stream.getvalue()) == (is_terminal and not wait)
 
 
 def test_a_plan_beyond_the_free_memory_is_refused_before_it_is_built(

@@ -108,6 +108,9 @@ def test_an_unknown_preset_is_answered_with_the_known() -> None:
         ConfigError, match=r"cluster 'h20x': no such preset; did you mean h200\? valid: a2, a3, a3_superpod"
     ):
         load_cluster("h20x")
+    for name, nearest in (("atlas_a2", "a2"), ("Ascend910B3", "a2"), ("a3-superpod", "a3_superpod or a3")):
+        with pytest.raises(ConfigError, match=rf"no such preset; did you mean {nearest}\? valid: a2, a3, "):
+            load_cluster(name)
     with pytest.raises(ConfigError, match=r"no/such\.yaml: no such file"):
         load_cluster("no/such.yaml")
 

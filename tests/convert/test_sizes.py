@@ -95,6 +95,10 @@ def test_simulate_models_the_converted_launch(capsys: pytest.CaptureFixture[str]
     options += ["--ranks", "8", "--nodes", "2"]
     assert run(["simulate", str(path), *options]) == 0
     converted = json.loads(capsys.readouterr().out)
+    both = "the model has 32 heads and 8 key/value heads; shown is one of 2 tensor-parallel ranks, which has 16 and 4"
+    assert both in converted["notes"] and converted["bytes_per_element"] == 2
+    assert run(["plan", str(path), "--lengths", "20000,9000", "--nodes", "2", "--ranks", "8", "--json"]) == 0
+    assert both in json.loads(capsys.readouterr().out)["notes"]
     assert run(["simulate", "--heads", "16", "--kv-heads", "4", "--head-dim", "128", *options]) == 0
     by_hand = json.loads(capsys.readouterr().out)
     for key in ("heads", "kv_heads", "head_dim"):

@@ -41,6 +41,17 @@ def test_numbers_are_those_of_the_plan(ranks: int, algorithm: str) -> None:
 ALONE = {("hybrid", 2), ("hybrid", 3)}  # one rank for each group: the largest divisor of so many ranks is 1
 
 
+def test_some_ranks_stand_for_the_others_of_very_large_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of([4000, 900], 16)
+    exact = PlanSummary(plan)
+    assert exact.as_dict()["ranks_counted"] == 16
+    monkeypatch.setattr("mindspeed_cp.report.plan.COUNTED_SPANS", 200)
+    some = PlanSummary(plan)
+    assert 4 <= some.counted_ranks < 16 and some.as_dict()["ranks_counted"] == some.counted_ranks
+    assert some.work.sum(1) == pytest.approx(exact.work.sum(1), rel=0.02)
+    assert (some.work[[0, 15]] == exact.work[[0, 15]]).all()
+
+
 def test_overview_has_attention_heads_and_bytes_sent() -> None:
     def overview(**more: Any) -> dict[str, str]:
         attention = AttentionConfig(

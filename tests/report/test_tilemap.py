@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +105,28 @@ def test_words_neither_overlap_nor_leave_the_page(case: str) -> None:
         assert apart, f"{first!r} overlaps {other!r}"
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "ulysses", "hierarchical"])
-def test_a_map_of_32_ranks_fits_a_screen(algorithm: str) -> None:
-    figure = picture(plan_of(algorithm, lengths=[9000, 300, 70], ranks=32, nodes=4, heads=32, kv_heads=8))
+@pytest.mark.parametrize(
+    ("algorithm", "ranks"), [*product(["ring", "ulysses", "hierarchical"], [8, 32, 128]), ("ring", 520)]
+)
+def test_a_map_fits_a_screen(algorithm: str, ranks: int) -> None:
+    figure = picture(plan_of(algorithm, lengths=[9000, 300, 70], ranks=ranks, nodes=ranks // 8, heads=32, kv_heads=8))
     width, height = figure.get_size_inches() * figure.dpi
     assert width <= 1920 and height <= 1080
+
+
+def test_of_many_ranks_spaced_ones_and_the_busiest_are_drawn() -> None:
+    plan = plan_of("direct", lengths=[3000, 70, 40] * 9, ranks=100, layout="balanced")
+    work, tokens = plan.work().sum(1), plan.layout.token_counts
+    busiest = int(work.argmax())
+    figure = picture(plan)
+    said = {line for text, _ in words(figure) for line in text.splitlines()}
+    drawn = sorted({*range(0, 100, 4), busiest})
+    assert f"Drawn are {len(drawn)} of 100 ranks, 4 apart, and rank {busiest}, with most work." in said
+    assert {f"rank {rank}" for rank in drawn} <= said and ("rank 1" in said) == (busiest == 1)
+    (bars,) = figure.axes[0].child_axes
+    for container, values in zip(bars.containers, (work, tokens), strict=True):
+        shares = values[drawn] / values.mean()
+        assert [bar.get_width() for bar in container] == pytest.approx(shares)
 
 
 def texts(**case: Any) -> list[str]:

@@ -28,9 +28,10 @@ from mindspeed_cp import build_plan
 
 
 def ours(case: Case) -> list[Candidate]:
-    """Build this project's plan, as `algorithm: hierarchical` makes it by the preset without options, whatever the
-    cluster really is."""
-    plan = build_plan(case.documents, case.topology, case.attention, "hierarchical")
+    """Build this project's plan, as `algorithm: hierarchical` makes it by the preset without options but the bound of
+    tokens, whatever the cluster really is."""
+    options = {} if case.room is None else {"max_seqlen_per_dp_cp_rank": case.room}
+    plan = build_plan(case.documents, case.topology, case.attention, "hierarchical", **options)
     return [Candidate("hierarchical", plan)]
 
 

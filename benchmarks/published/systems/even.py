@@ -30,6 +30,7 @@ class Case:
         attention: of the layer.
         cluster: that preset, of as many ranks a node as are in use.
         shared: candidates that were made already, for other clusters or heads too.
+        room: tokens that a rank may hold; None: any number.
     """
 
     documents: Documents
@@ -37,6 +38,7 @@ class Case:
     attention: AttentionConfig
     cluster: Cluster
     shared: dict[object, Candidate] = field(default_factory=dict)
+    room: int | None = None
 
     def once(self, make: Callable[[Documents, Topology, AttentionConfig], Candidate], *what: object) -> Candidate:
         """Return a candidate that depends on documents, nodes and ranks, and on `what` names it, alone: neither on the
