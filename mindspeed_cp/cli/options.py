@@ -107,7 +107,7 @@ class SimulateOptions(CaseOptions):
 
     cluster: Annotated[
         str | None,
-        typer.Option(help="A preset (docs/simulate.md lists them) or a YAML file. Default: of the settings, or a2."),
+        typer.Option(help="A preset, such as a3, or a YAML file. Default: of the settings, or a2."),
     ] = None
     tokens_per_rank: Annotated[int | None, typer.Option(min=1, help="Tokens of drawn batches. Default: 4096.")] = None
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of drawn batches. Default: 0.")] = None
