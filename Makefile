@@ -37,6 +37,7 @@ INSTALLED_TRITON = $(VENV)-triton/installed
 INSTALLED_ASCEND = $(VENV)-ascend/installed
 INSTALLED_CUDA = $(VENV)-cuda/installed
 INSTALLED_TOOLS = $(VENV)-tools/installed
+INSTALLED_SITE = $(VENV)-site/installed
 RUN = $(VENV)/bin
 ENVIRONMENT = @python=$$(requirements/python.sh "$(PYTHON)") && "$$python" requirements/environment.py
 ifeq ($(shell uname -s),Linux)
@@ -64,7 +65,7 @@ TIMES_FOLDER ?=
 QUEUE_TESTS = $(addprefix tests/npu/test_,$(addsuffix .py,task_queue operators streams syncs late_engine late_edges hccl aten runtime \
 	counts table roll agreement bad_input))
 
-.PHONY: help train test test-main test-quick test-all slow-tests test-versions test-npu test-npu-modes test-triton test-cuda lint docs-tables audit lock format bench environment clean
+.PHONY: help train test test-main test-quick test-all slow-tests test-versions test-npu test-npu-modes test-triton test-cuda lint docs-tables site audit lock format bench environment clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -115,6 +116,9 @@ test-versions: $(INSTALLED) ## the tests on older and newer Python, torch, NumPy
 docs-tables: $(INSTALLED) ## write what is computed in the READMEs, docs/ and configs/
 	$(RUN)/python -m tools.docs_tables
 
+site: $(INSTALLED_SITE) ## the documentation as a site, in build/site; its search needs: python -m http.server -d build/site
+	$(VENV)-site/bin/python -m tools.site
+
 lint: $(INSTALLED) ## ruff, mypy, and the order of imports
 	$(RUN)/ruff check .
 	$(RUN)/ruff format --check --quiet .
@@ -155,6 +159,9 @@ $(INSTALLED_CUDA): $(wildcard requirements/*.* requirements/lock/*) pyproject.to
 $(INSTALLED_TOOLS): $(wildcard requirements/*.* requirements/lock/*)
 	$(ENVIRONMENT) $(VENV)-tools --requirements tools.txt --bare --torch-index "$(TORCH_INDEX)"
 
+$(INSTALLED_SITE): $(wildcard requirements/*.* requirements/lock/*)
+	$(ENVIRONMENT) $(VENV)-site --requirements site.txt --bare --torch-index "$(TORCH_INDEX)"
+
 clean: ## remove the virtual environments, caches and build results, not runs/
-	rm -rf $(VENV) $(VENV_NPU) $(VENV)-triton $(VENV)-ascend $(VENV)-cuda $(VENV)-tools build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_NPU) $(VENV)-triton $(VENV)-ascend $(VENV)-cuda $(VENV)-tools $(VENV)-site build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './$(VENV)*' -prune -exec rm -rf {} +

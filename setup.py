@@ -1,9 +1,10 @@
 """Entry point of setuptools; everything is declared in pyproject.toml.
 
-This code makes one check: `mindspeed_cp/ops` and `mindspeed_cp/ascend_kernels` are relative links to the folders at the
-top of the repository, and three more lead to presets and to the quick start in `configs`. A checkout without links (git
-on Windows, some archive tools) has small text files in their place, and the package would be installed without its
-operators and presets. A source distribution holds real folders and files instead.
+This code leaves bytecode out of source distributions, and makes one check: `mindspeed_cp/ops` and
+`mindspeed_cp/ascend_kernels` are relative links to the folders at the top of the repository, and three more lead to
+presets and to the quick start in `configs`. A checkout without links (git on Windows, some archive tools) has small
+text files in their place, and the package would be installed without its operators and presets. A source distribution
+holds real folders and files instead.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.sdist import sdist
 
 #: Link in the package, its target, and the beginning of a file that it leads to.
 LINKS = (
@@ -30,4 +32,13 @@ for name, target, file, beginning in LINKS:
             "check the repository out again with `git clone -c core.symlinks=true`"
         )
 
-setup()
+
+class SourceDistribution(sdist):
+    """Leaves bytecode out, about which a line of MANIFEST.in would warn where there is none."""
+
+    def make_distribution(self) -> None:
+        self.filelist.exclude_pattern(r"(^|/)__pycache__/|\.py[cod]$", is_regex=True)
+        super().make_distribution()
+
+
+setup(cmdclass={"sdist": SourceDistribution})

@@ -91,16 +91,40 @@ def tokenize(samples: Sequence[dict[str, Any]], tokenizer: Any, tokens: int) -> 
     documents = []
     for sample in samples:
         if "messages" in sample:
-            encoded = tokenizer.apply_chat_template(
-                sample["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-            )
-            ids, learned = np.array(encoded["input_ids"]), np.array(encoded["assistant_masks"], bool)
+            ids, learned = _chat(sample["messages"], tokenizer)
         else:
-            ids = np.array([*tokenizer(sample["text"])["input_ids"], tokenizer.eos_token_id])
+            end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+            ids = np.array([*tokenizer(sample["text"])["input_ids"], *end])
             learned = np.ones(len(ids), bool)
         labels = np.where(learned, ids, -100)
         documents += [(ids[i : i + tokens], labels[i : i + tokens]) for i in range(0, len(ids), tokens)]
     return documents
+
+
+def _chat(messages: Sequence[dict[str, str]], tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return the tokens of a chat and which are learned, those of the assistant, both [tokens]."""
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = CHAT
+    if "generation %}" in tokenizer.chat_template:
+        encoded = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        return np.array(encoded["input_ids"]), np.array(encoded["assistant_masks"], bool)
+    # Few templates of published models mark them: they are what a message adds behind its prompt.
+    ids = np.array(tokenizer.apply_chat_template(messages, return_dict=True)["input_ids"])
+    learned = np.zeros(len(ids), bool)
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            parts = (messages[:i], True), (messages[: i + 1], False)
+            start, stop = (
+                tokenizer.apply_chat_template(part, return_dict=True, add_generation_prompt=prompts)["input_ids"]
+                for part, prompts in parts
+            )
+            if start != ids[: len(start)].tolist() or stop != ids[: len(stop)].tolist():
+                raise ConfigError(
+                    f"the tokenizer's chat_template writes message {i} of a chat otherwise when others follow; valid: "
+                    "one that only appends, or marks the assistant's tokens by {% generation %}"
+                )
+            learned[len(start) : len(stop)] = True
+    return ids, learned
 
 
 def documents_of_step(step: int, count: int, total: int, seed: int) -> np.ndarray:

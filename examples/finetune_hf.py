@@ -4,11 +4,13 @@
 
     python examples/finetune_hf.py               # 4 local ranks on this CPU: 2 replicas x 2 context-parallel ranks
     python examples/finetune_hf.py --data chats.jsonl --model qwen3 --ranks 2 --cp 2
+    python examples/finetune_hf.py --data chats.jsonl --model /models/Qwen3-0.6B
     torchrun --nproc-per-node 8 examples/finetune_hf.py --cp 8 --device cuda
 
 A line of a .jsonl file has a "text", or "messages" with roles and contents, of which the assistant's are learned.
-Without --data the pages of docs/ are the texts. A byte-pair tokenizer is trained on them, and the model starts from
-random weights, so nothing is downloaded. Models with a causal mask learn the next token, those with a full mask
+Without --data the pages of docs/ are the texts. --model is a folder with pretrained weights and their tokenizer, or the
+name of a family: then a byte-pair tokenizer is trained on the texts, and a small model starts from random weights, so
+that nothing is downloaded. Models with a causal mask learn the next token, those with a full mask
 (bert, modernbert, eurobert) the tokens that are masked. Every step takes the same documents on any number of ranks. A
 run that is started again with the same --out goes on where its last checkpoint is; the model at the end loads in plain
 transformers.
@@ -37,7 +39,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
 
 from mindspeed_cp import ConfigError
 from mindspeed_cp.data.balance import assign
@@ -101,7 +103,9 @@ MODELS: dict[str, dict[str, Any]] = {
 def read_arguments() -> argparse.Namespace:
     """Return the arguments of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", choices=MODELS, default="llama", help="family of the random model (llama)")
+    parser.add_argument(
+        "--model", default="llama", help="folder of save_pretrained, or family of a small random model (llama)"
+    )
     parser.add_argument("--data", type=Path, help=".jsonl of texts or chats (the pages of docs/)")
     parser.add_argument("--out", type=Path, default=Path("runs/finetune_hf"), help="folder of checkpoints and model")
     parser.add_argument("--ranks", type=int, default=4, help="local ranks, where torchrun did not start them (4)")
@@ -120,6 +124,11 @@ def read_arguments() -> argparse.Namespace:
     for name in ("ranks", "cp", "steps", "documents", "tokens", "save_every"):
         if getattr(arguments, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(arguments, name)}; valid: 1 or more")
+    if arguments.model not in MODELS and not (Path(arguments.model) / "config.json").exists():
+        parser.error(
+            f"--model {arguments.model}; valid: a folder with config.json, weights and tokenizer, or a family, one of "
+            f"{', '.join(MODELS)}"
+        )
     ranks = int(os.environ.get("WORLD_SIZE", arguments.ranks))
     if ranks % arguments.cp:
         parser.error(f"--cp {arguments.cp}; valid: a divisor of the number of ranks, which is {ranks}")
@@ -173,26 +182,35 @@ class Trainer:
         run, samples, folder = check_run(arguments), read_samples(arguments.data), arguments.out / "tokenizer"
         dist.barrier()  # all have read what the first rank may write now
         if dist.get_rank() == 0 and not (arguments.out / RUN).exists():
-            train_tokenizer(samples).save_pretrained(folder)
+            is_random = arguments.model in MODELS
+            tokenizer = train_tokenizer(samples) if is_random else AutoTokenizer.from_pretrained(arguments.model)
+            tokenizer.save_pretrained(folder)
             new = arguments.out / f"{RUN}.new"
             new.write_text(json.dumps(run, indent=1), "utf-8")
             new.replace(arguments.out / RUN)
         dist.barrier()
-        self.tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
         self.documents = tokenize(samples, self.tokenizer, arguments.tokens)
         self.step = 0
         self._make_model()
 
     def _make_model(self) -> None:
-        cp.register()
-        ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "vocab_size": len(self.tokenizer)}
-        config = AutoConfig.for_model(self.arguments.model, **MODELS[self.arguments.model], **ids)
-        if hasattr(config, "max_position_embeddings"):
-            config.max_position_embeddings = max(self.arguments.tokens, 128)
+        name, attention = self.arguments.model, cp.register()
         torch.manual_seed(self.arguments.seed)
+        if name in MODELS:
+            ids = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0, "vocab_size": len(self.tokenizer)}
+            config = AutoConfig.for_model(name, **MODELS[name], **ids)
+            if hasattr(config, "max_position_embeddings"):
+                config.max_position_embeddings = max(self.arguments.tokens, 128)
+        else:
+            config = AutoConfig.from_pretrained(name)
         self.has_full_mask = cp.attention_config(config, 0).mask == "full"
         kind = AutoModelForMaskedLM if self.has_full_mask else AutoModelForCausalLM
-        self.model = kind.from_config(config, attn_implementation=cp.IMPLEMENTATION).to(self.device)
+        if name in MODELS:
+            model = kind.from_config(config, attn_implementation=attention)
+        else:
+            model = kind.from_pretrained(name, attn_implementation=attention, dtype=torch.float32)
+        self.model = model.train().to(self.device)
         over = self.mesh["dp", "cp"]._flatten("dp_cp")
         tied = self.model.get_input_embeddings()  # weights that the head may share stay with the whole model
         for module in self.model.modules():
@@ -236,8 +254,7 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
-        dist.all_reduce(total)
-        return float(total) / dist.get_world_size()
+        return cp.global_loss(total)
 
     def save(self) -> None:
         """Write a checkpoint of model, optimizer and step."""

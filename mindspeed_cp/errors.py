@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 MESSAGE_LIMIT = 2000  # characters of a message; a longer one loses its middle
 WORD_LIMIT = 300  # characters without a space, as of a value or a path
@@ -15,6 +16,23 @@ def shortened(text: str, limit: int = 80) -> str:
         return text
     end = (limit - 3) // 3
     return f"{text[: limit - 3 - end]}...{text[len(text) - end :]}"
+
+
+#: A checkout and a source distribution have docs/ and configs/ beside it; a wheel has some of their files inside.
+_PACKAGE = Path(__file__).resolve().parent
+_FILE = re.compile(r"\b(?:docs/\w+\.md|configs/(reference|quickstart)\.yaml)")
+
+
+def files_at_hand(text: str) -> str:
+    """Return a text about files of the repository with names under which its reader has them."""
+    if (_PACKAGE.parent / "docs" / "start.md").is_file():
+        return text
+    return _FILE.sub(
+        lambda name: (
+            str(_PACKAGE / "config" / f"{name[1]}.yaml") if name[1] else f"{name[0]} of the source distribution"
+        ),
+        text,
+    )
 
 
 #: How to get a package that is the user's own to choose (docs/versions.md).
@@ -40,7 +58,7 @@ class _Bounded(Exception):
 
     def __init__(self, text: str = "") -> None:
         text = _LONG_WORD.sub(lambda word: shortened(word[0], WORD_LIMIT), text)
-        super().__init__(shortened(text, MESSAGE_LIMIT))
+        super().__init__(shortened(files_at_hand(text), MESSAGE_LIMIT))
 
 
 class ConfigError(_Bounded, ValueError):

@@ -31,7 +31,7 @@ else:
 REQUIREMENTS = Path(__file__).resolve().parent
 LOCKS = REQUIREMENTS / "lock"
 INCLUDED = {"dev.txt": None, "npu.txt": "dev.txt", "triton.txt": "dev.txt", "cuda.txt": "dev.txt"}  # by "-r"
-NAMES = (*INCLUDED, "ascend.txt", "tools.txt")
+NAMES = (*INCLUDED, "ascend.txt", "site.txt", "tools.txt")
 OWN_TORCH = ("cuda.txt", "torch.txt")  # the others have torch from torch.txt
 HEADING = "# Written by `make lock` from ../{name}.\n"
 

@@ -39,7 +39,7 @@ def pins(path: Path) -> set[tuple[str, str]]:
 
 
 def test_every_file_of_pins_has_a_lock() -> None:
-    assert NAMES == ["ascend.txt", "cuda.txt", "dev.txt", "npu.txt", "tools.txt", "torch.txt", "triton.txt"]
+    assert NAMES == ["ascend.txt", "cuda.txt", "dev.txt", "npu.txt", "site.txt", "tools.txt", "torch.txt", "triton.txt"]
 
 
 @pytest.mark.parametrize("name", NAMES)

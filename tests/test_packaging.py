@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -95,3 +96,31 @@ def test_a_checkout_that_lost_its_links_is_refused(name: str, target: str, check
     (broken / "mindspeed_cp" / name).write_text(target)  # what git writes where links are not allowed
     done = subprocess.run([sys.executable, "setup.py", "--version"], cwd=broken, capture_output=True, text=True)
     assert done.returncode == 1 and f"must be a link to {target}" in done.stderr and "core.symlinks=true" in done.stderr
+
+
+def test_the_version_is_written_once_and_named_by_changes_and_citation(wheel: Path) -> None:
+    import mindspeed_cp
+
+    (metadata,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".dist-info/METADATA"))
+    assert f"\nVersion: {mindspeed_cp.__version__}\n" in zipfile.ZipFile(wheel).read(metadata).decode()
+    (newest, *_) = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)
+    (cited,) = re.findall(r"^version: (\S+)", (ROOT / "CITATION.cff").read_text("utf-8"), re.MULTILINE)
+    assert newest == cited == mindspeed_cp.__version__
+
+
+def test_messages_of_an_installation_name_files_that_it_has(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    code = "from mindspeed_cp.config import load_settings; load_settings('s.yaml')"
+    (tmp_path / "s.yaml").write_text("train: {lrr: 3}")
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True
+    )
+    (named,) = re.findall(r"which (\S+) lists", done.stderr)
+    assert Path(named) == tmp_path / "mindspeed_cp" / "config" / "reference.yaml" and Path(named).is_file()
+
+
+def test_every_page_is_in_the_site() -> None:
+    listed = set(re.findall(r": ([\w/.-]+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), re.MULTILINE))
+    pages = {path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]}
+    made = {"api.md", "settings.md", "errors.md"}
+    assert pages <= listed and all((ROOT / page).is_file() for page in listed - made)

@@ -27,7 +27,7 @@ from mindspeed_cp.config.derived import first_rows, mean_layer_cost, rank_attent
 from mindspeed_cp.config.sections import POOL
 from mindspeed_cp.config.settings import make_settings, override_settings
 from mindspeed_cp.data.lengths import length_names, sample_lengths
-from mindspeed_cp.errors import ConfigError, shortened
+from mindspeed_cp.errors import ConfigError, files_at_hand, shortened
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig, Topology
 from mindspeed_cp.schema.yaml_file import SettingsFile, parse_settings, read_settings_file, with_value
@@ -185,7 +185,8 @@ def balance_notes(settings: Settings, shown: str) -> list[str]:
     """Return a note if a training with data.balance: pool may have other plans than what is shown."""
     if settings.data.balance != POOL:
         return []
-    return [f"data.balance: pool: {shown}; a training chooses replicas or the pool in each step (docs/algorithms.md)"]
+    note = f"data.balance: pool: {shown}; a training chooses replicas or the pool in each step (docs/algorithms.md)"
+    return [files_at_hand(note)]
 
 
 def _read_settings_file(options: SimulateOptions) -> SettingsFile:

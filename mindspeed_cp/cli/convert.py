@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mindspeed_cp.cli.options import AsJson
-from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.errors import ConfigError, files_at_hand
 
 if TYPE_CHECKING:
     from mindspeed_cp.convert import Conversion
@@ -97,10 +97,10 @@ def _print(conversion: Conversion, started: str, written: list[str], *, with_set
     prefix = "# " if with_settings else ""
 
     def show(text: str, indent: int = 0) -> None:
-        spaces = prefix + " " * indent
+        words, spaces = files_at_hand(text).split(), prefix + " " * indent
         print(
             textwrap.fill(
-                " ".join(text.split()), output_width(), initial_indent=spaces, subsequent_indent=spaces + "    ",
+                " ".join(words), output_width(), initial_indent=spaces, subsequent_indent=spaces + "    ",
                 break_long_words=False, break_on_hyphens=False,
             )
         )  # fmt: skip

@@ -29,7 +29,7 @@ def lengths(
     context: Annotated[
         int, typer.Option(min=64, max=2**26, help="Tokens of a row; longer documents are cut.")
     ] = 131072,
-    cluster: Annotated[str, typer.Option(help="A preset (docs/simulate.md lists them) or a YAML file.")] = "a2",
+    cluster: Annotated[str, typer.Option(help="A preset, such as a3, or a YAML file.")] = "a2",
     heads: Annotated[int, typer.Option(min=1, max=2**14, help="Query heads.")] = 32,
     kv_heads: Annotated[int, typer.Option(min=1, max=2**14, help="Key/value heads.")] = 8,
     head_dim: Annotated[int, typer.Option(min=1, max=2**14, help="Channels of a head.")] = 128,

@@ -36,7 +36,6 @@ app = typer.Typer(
     name="mindspeed-cp",
     help="Context parallelism for long, packed sequences in Megatron-core: train, inspect plans, check a machine.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )

@@ -19,7 +19,7 @@ def train(
     config: Annotated[
         Path | None,
         typer.Argument(
-            help="Settings, a YAML file; configs/reference.yaml lists every key. Default: a quick start of minutes.",
+            help="Settings, a YAML file; an unknown key says where all are. Default: a quick start of minutes.",
             show_default=False,
         ),
     ] = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -292,3 +293,11 @@ def test_the_version_is_printed(capsys):
 
     assert run(["--version"]) == 0
     assert capsys.readouterr().out == f"mindspeed-cp {__version__}\n"
+
+
+def test_a_shell_completes_commands() -> None:
+    words = {"_MINDSPEED_CP_COMPLETE": "complete_bash", "COMP_WORDS": "mindspeed-cp pl", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "mindspeed_cp"], env={**os.environ, **words}, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["plan"], done.stderr

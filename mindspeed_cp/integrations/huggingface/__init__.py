@@ -21,8 +21,8 @@ plan does not have is an error that names the layer. Needs transformers 5, which
 
 from mindspeed_cp.integrations.huggingface.attention import register
 from mindspeed_cp.integrations.huggingface.batch import documents_of_batch, planned_batch
-from mindspeed_cp.integrations.huggingface.families import FAMILIES, IMPLEMENTATION, attention_config
-from mindspeed_cp.integrations.huggingface.loss import count_labels, loss, loss_share
+from mindspeed_cp.integrations.huggingface.families import FAMILIES, IMPLEMENTATION, VISION, attention_config
+from mindspeed_cp.integrations.huggingface.loss import count_labels, global_loss, loss, loss_share
 from mindspeed_cp.integrations.huggingface.plans import ModelPlans, RankPlans, build_plans
 from mindspeed_cp.integrations.huggingface.rows import gather_rows
 from mindspeed_cp.integrations.huggingface.trainer import PlannedCollator, RepeatedRows, planned_callback
@@ -37,6 +37,7 @@ from mindspeed_cp.integrations.huggingface.trees import (
 __all__ = [
     "FAMILIES",
     "IMPLEMENTATION",
+    "VISION",
     "ModelPlans",
     "PlannedCollator",
     "RankPlans",
@@ -47,6 +48,7 @@ __all__ = [
     "count_labels",
     "documents_of_batch",
     "gather_rows",
+    "global_loss",
     "loss",
     "loss_share",
     "planned_batch",

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from mindspeed_cp.errors import ConfigError
+from mindspeed_cp.integrations.huggingface.families import VISION
 from mindspeed_cp.integrations.huggingface.loss import IGNORED, check_vocabulary, masked_labels, shifted_labels
 from mindspeed_cp.integrations.huggingface.plans import RankPlans, rank_plans_on_mesh
+from mindspeed_cp.integrations.huggingface.vision import number_features, picture_blocks, split_pictures
 from mindspeed_cp.layout import Documents
 
 #: Keys that describe documents or padding; they are read and left out.
@@ -29,7 +31,7 @@ def documents_of_batch(batch: Mapping[str, Any]) -> Documents:
     Documents are said by cumulative lengths (``cu_seq_lens_q``, as DataCollatorWithFlattening makes them), by
     position_ids [tokens] or [rows, tokens] that restart, or by an attention_mask [rows, tokens] with padding at the end
     or the beginning of rows. Without any of them each row is a document; position_ids of vision-language models,
-    [3, rows, tokens], do not say where documents end.
+    [3, rows, tokens], do not say where documents end, but with those of the text before them, [4, rows, tokens], do.
 
     Args:
         batch: input_ids (or inputs_embeds) [rows, tokens, ...] and what describes them.
@@ -38,11 +40,12 @@ def documents_of_batch(batch: Mapping[str, Any]) -> Documents:
         ConfigError: two descriptions differ, or one cannot be read.
     """
     shape, kept, positions = _read(batch)
+    positions = _of_text(positions)
     described: dict[str, Documents] = {}
     for name in CU_SEQLENS:
         if batch.get(name) is not None:
             described[name] = Documents.from_cu_seqlens(torch.as_tensor(batch[name]).cpu().numpy().reshape(-1))
-    if positions is not None and positions.dim() == 2:
+    if positions is not None:
         rows = positions.expand(shape).cpu().numpy()
         starts = np.array([row[keep][0] for row, keep in zip(rows, kept, strict=True) if keep.any()])
         if (starts != 0).any():
@@ -81,8 +84,10 @@ def planned_batch(
     Args:
         batch: the whole batch, the same on all ranks of the mesh: input_ids or inputs_embeds, labels, loss_mask (0 or 1
             for each token, not shifted) and other tensors over tokens, each [rows, tokens, ...]; position_ids of
-            vision-language models may be [3, rows, tokens].
-        config, mesh, algorithm, arguments: as for :func:`rank_plans_on_mesh`.
+            vision-language models may be [3, rows, tokens], or [4, rows, tokens] with those of the text before them.
+            Inputs of their picture encoder (pixel_values, image_grid_thw, ...) go to the model whole.
+        config, mesh, algorithm, arguments: as for :func:`rank_plans_on_mesh`; also the configuration of a
+            vision-language model of VISION, whose text model is planned.
         documents: those of the batch, where they have blocks; default: what :func:`documents_of_batch` reads.
 
     Returns:
@@ -94,6 +99,10 @@ def planned_batch(
         ConfigError: as for :func:`documents_of_batch` and :func:`rank_plans_on_mesh`; the batch has other documents
             than those given, or these have parents; or a key is no tensor over tokens.
     """
+    whole, pictures, kinds = config, dict[str, Any](), None
+    if getattr(config, "model_type", None) in VISION:
+        batch, pictures, kinds = split_pictures(batch, config)
+        config = config.get_text_config()
     if documents is None:
         documents = documents_of_batch(batch)
     elif documents.trees is not None:
@@ -104,7 +113,7 @@ def planned_batch(
         )
     else:
         said, (_, kept, positions) = documents_of_batch(batch), _read(batch)
-        is_said = len(kept) > 1 or (positions is not None and positions.dim() == 2)
+        is_said = len(kept) > 1 or _of_text(positions) is not None
         is_said |= any(batch.get(name) is not None for name in ("attention_mask", *CU_SEQLENS))
         lengths, other = (x.lengths[x.lengths > 0] for x in (said, documents))
         if said.tokens != documents.tokens or (is_said and not np.array_equal(lengths, other)):
@@ -112,8 +121,13 @@ def planned_batch(
                 f"the batch has {said!r}, but documents are {documents!r}; valid: those of the batch, or none, which "
                 "reads them there"
             )
+    if kinds is not None and documents.blocks is None:
+        documents = picture_blocks(kinds, _read(batch)[1], documents, getattr(config, "sliding_window", None))
     rank_plans = rank_plans_on_mesh(config, documents, mesh, algorithm, **arguments)
     rows = cut_batch(batch, rank_plans)
+    if pictures:
+        rank_plans.features = number_features(batch["input_ids"], _read(batch)[1], whole, rank_plans)
+        rows |= pictures
     return rows, rows.pop("shift_labels" if rank_plans.plans.mask == "causal" else "labels", None)
 
 
@@ -148,9 +162,8 @@ def cut_batch(batch: Mapping[str, Any], rank_plans: RankPlans) -> dict[str, Any]
         rows = value.flatten(0, 1)[torch.from_numpy(tokens).to(device)]
         cut[name] = rank_plans.padded(rows, _PADDING.get(name, 0))[None]
     if positions is not None and positions.dim() == 3:
-        rows = (
-            positions.expand(-1, *shape).permute(1, 2, 0).flatten(0, 1)[torch.from_numpy(tokens).to(positions.device)]
-        )
+        grid = positions[-3:].expand(-1, *shape).permute(1, 2, 0).flatten(0, 1)
+        rows = grid[torch.from_numpy(tokens).to(positions.device)]
         cut["position_ids"] = rank_plans.padded(rows)[None].permute(2, 0, 1)
     else:
         rows = torch.from_numpy(plans.layout.positions(rank_plans.rank)).to(device)
@@ -171,7 +184,7 @@ def _digest(batch: Mapping[str, Any], kept: np.ndarray) -> int:
 
 def _read(batch: Mapping[str, Any]) -> tuple[tuple[int, int], np.ndarray, Tensor | None]:
     """Return what a batch says of its tokens: (rows, tokens); which are no padding, bool [rows, tokens]; position_ids
-    as [rows, tokens] or [3, rows, tokens], or None. Raises ConfigError if it cannot be read."""
+    as [rows, tokens], [3, rows, tokens] or [4, rows, tokens], or None. Raises ConfigError if it cannot be read."""
     for name in ("input_ids", "inputs_embeds", "labels", "loss_mask", "attention_mask", "position_ids", *CU_SEQLENS):
         value = batch.get(name)
         is_array = isinstance(value, np.ndarray) and name in CU_SEQLENS
@@ -190,13 +203,20 @@ def _read(batch: Mapping[str, Any]) -> tuple[tuple[int, int], np.ndarray, Tensor
     if positions is not None and tuple(positions.shape) == (tokens,) and rows == 1:
         positions = positions[None]
     if positions is not None and (
-        tuple(positions.shape[-2:]) not in ((1, tokens), (rows, tokens)) or positions.shape[:-2] not in ((), (3,))
+        tuple(positions.shape[-2:]) not in ((1, tokens), (rows, tokens)) or positions.shape[:-2] not in ((), (3,), (4,))
     ):
         raise ConfigError(
             f"position_ids has shape {list(positions.shape)}; valid: [{rows}, {tokens}], or for vision-language models "
-            f"[3, {rows}, {tokens}]"
+            f"[3, {rows}, {tokens}], or [4, {rows}, {tokens}] with those of the text before them"
         )
     return (rows, tokens), _kept(batch.get("attention_mask"), (rows, tokens)), positions
+
+
+def _of_text(positions: Tensor | None) -> Tensor | None:
+    """Return the position_ids that restart in every document, [rows, tokens]; None if there are none."""
+    if positions is None or positions.dim() == 2:
+        return positions
+    return positions[0] if len(positions) == 4 else None
 
 
 def _kept(mask: Tensor | None, shape: tuple[int, int]) -> np.ndarray:

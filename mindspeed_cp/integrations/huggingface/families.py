@@ -156,6 +156,10 @@ FAMILIES: dict[str, Family] = {
     "helium": _PLAIN,
     "cwm": _LAYER_WINDOW,
     "afmoe": _LAYER_WINDOW,
+    "qwen2_vl_text": _LAYER_WINDOW,
+    "qwen2_5_vl_text": _LAYER_WINDOW,
+    "qwen3_vl_text": _PLAIN,
+    "qwen3_vl_moe_text": _PLAIN,
     "gpt2": Family(
         scale=_gpt2_scale,
         dropout="attn_pdrop",
@@ -175,6 +179,26 @@ FAMILIES: dict[str, Family] = {
         window=lambda config, layer: None if (side := _layer_window(config, layer)) is None else side + 1,
     ),
     "eurobert": Family(mask="full"),
+}
+
+
+@dataclass(frozen=True)
+class Vision:
+    """How batches of a vision-language model say where pictures are.
+
+    Attributes:
+        blocks: key whose ones are tokens of pictures that see each other both ways; None: the mask is causal.
+        has_grid: True if positions of their tokens are those of a grid, position_ids [3, rows, tokens].
+    """
+
+    blocks: str | None = None
+    has_grid: bool = False
+
+
+#: Vision-language models by the model_type of their configuration; the family of their text model is planned.
+VISION: dict[str, Vision] = {
+    "gemma3": Vision(blocks="token_type_ids"),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), Vision(has_grid=True)),
 }
 
 #: Rotary positions whose frequencies depend on the longest position among the rows that a model is given, so that every
@@ -251,6 +275,7 @@ def family_of(config: Any) -> Family:
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         reasons = [why for kind, why in REFUSED_LAYERS.items() if kind in (getattr(text, "layer_types", None) or ())]
         why = reasons[0] if reasons else "its attention has not been compared with planned attention"
+        why = "its pictures have a place in planned_batch alone" if name in VISION else why
         inner = "its text model's, config.text_config; " if getattr(text, "model_type", None) in FAMILIES else ""
         near = closest_names(str(name), FAMILIES) or list(FAMILIES)[:3]
         raise ConfigError(

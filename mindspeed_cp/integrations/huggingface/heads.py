@@ -1,12 +1,16 @@
-"""Heads that read other rows than their own: refused, as a rank has only its own rows.
+"""Heads that read other rows than their own: a rank has only its own rows.
 
 A rank's last row is not the last token of a document, and a mean over its rows is not that of a document. Calls of
-models with a plan are checked: the class says what it reads, and so does the shape of what it returns.
+models with a plan are checked: the class says what it reads, and so does the shape of what it returns. The classifiers
+that transformers makes alike for all decoders get the last token of every document, from the rank that has it; others
+are refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +18,8 @@ from torch import Tensor, nn
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.integrations.huggingface.families import family_of
 from mindspeed_cp.integrations.huggingface.plans import RankPlans
+from mindspeed_cp.integrations.huggingface.rows import gather_rows
+from mindspeed_cp.integrations.huggingface.vision import own_features
 
 #: Ends of the names of transformers' classes whose heads read each row alone, behind "For".
 _BY_ROW = ("CausalLM", "MaskedLM", "ConditionalGeneration", "TokenClassification")
@@ -23,7 +29,8 @@ _POOLING = ("SequenceClassification", "MultipleChoice", "QuestionAnswering", "Ne
 
 _VALID = (
     "heads that read each row alone (...ForCausalLM, ...ForMaskedLM, ...ForConditionalGeneration, "
-    "...ForTokenClassification), or the hidden states of the model below, put together by gather_rows(hidden, "
+    "...ForTokenClassification), a decoder's ...ForSequenceClassification with transformers' own forward under "
+    "planned_batch, or the hidden states of the model below, put together by gather_rows(hidden, "
     'rows["plan"], tokens=...), and the head on these'
 )
 
@@ -49,12 +56,46 @@ def check_calls(base: type[nn.Module]) -> None:
         plan = others.get("plan")
         if not isinstance(plan, RankPlans):
             return nn.Module.__call__(self, *arguments, **others)
+        if _pools_last_tokens(type(self)) and plan.plans.documents.trees is None:
+            return _call_classifier(self, arguments, others)
         _check_call(self, plan, others)
-        output = nn.Module.__call__(self, *arguments, **others)
+        with own_features(self, plan) if plan.features else nullcontext():
+            output = nn.Module.__call__(self, *arguments, **others)
         _check_output(type(self).__name__, output, plan, others.get("logits_to_keep") is not None)
         return output
 
     base.__call__ = call  # type: ignore[method-assign]
+
+
+def _pools_last_tokens(kind: type) -> bool:
+    """Return True if a class is a classifier with the forward that transformers gives all its decoders."""
+    generic = [base for base in kind.__mro__ if base.__name__ == "GenericForSequenceClassification"]
+    return bool(generic) and getattr(kind, "forward", None) is vars(generic[0]).get("forward")
+
+
+def _call_classifier(model: Any, arguments: tuple[Any, ...], others: dict[str, Any]) -> Any:
+    """Call a classifier; its logits [documents, labels] are the scores of the last tokens of all documents that have
+    tokens, on every rank, and gradients are those for an average over the ranks, as DDP and FSDP take it."""
+    if others.get("labels") is not None:
+        raise ConfigError(
+            f"labels were given to a {type(model).__name__}; valid: none, and a loss of the logits [documents, labels] "
+            "and the classes of all documents, the same on all ranks of the group"
+        )
+
+    def forward(self: Any, *arguments: Any, plan: RankPlans, **others: Any) -> Any:
+        from transformers.modeling_outputs import SequenceClassifierOutputWithPast
+
+        hidden = getattr(self, self.base_model_prefix)(*arguments, plan=plan, **others)[0]
+        documents, ranks = plan.plans.documents, plan.plans.layout.ranks
+        ends = documents.offsets[1:][documents.lengths > 0] - 1
+        logits = gather_rows(self.score(hidden), plan, gradient_factor=float(ranks), tokens=ends)
+        return SequenceClassifierOutputWithPast(logits=logits[0])
+
+    model.forward = MethodType(forward, model)
+    try:
+        return nn.Module.__call__(model, *arguments, **others)
+    finally:
+        del model.forward
 
 
 def _check_class(kind: type) -> None:

@@ -141,6 +141,19 @@ def loss(logits: Tensor, labels: Tensor, count: Tensor | int, group: dist.Proces
     return loss_share(total, count.clamp(min=1) if isinstance(count, Tensor) else max(1, count), group)
 
 
+def global_loss(total: Tensor, group: dist.ProcessGroup | None = None) -> float:
+    """Return the mean loss over all labels of a step, for the log; the same on all ranks, which all call it.
+
+    Args:
+        total: this rank's shares by :func:`loss`, added up over the batches of the step, scalar.
+        group: as for :func:`count_labels`.
+    """
+    whole = total.detach().clone()
+    if group_size(group) > 1:
+        dist.all_reduce(whole, group=group)
+    return float(whole) / max(1, group_size(group))
+
+
 def loss_share(total: Tensor, divisor: Tensor | float, group: dist.ProcessGroup | None = None) -> Tensor:
     """Return a rank's sum of losses so that its average over the ranks of the group is the global sum over a divisor.
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -130,6 +131,7 @@ class RankPlans:
             same on all ranks.
         batch_digest: digest of the whole batch, compared over the group; None: it is not compared.
         shifts_labels: True if the batch had labels, which were shifted by one token.
+        features: of pictures, by their kind: numbers of those of this rank's rows, and how many the whole batch has.
     """
 
     def __init__(
@@ -151,6 +153,7 @@ class RankPlans:
         self.group, self.backend, self.timeout, self.dropout_seed = group, backend, timeout, dropout_seed
         self.batch_digest: int | None = None
         self.shifts_labels = False
+        self.features: dict[str, tuple[np.ndarray, int]] = {}
         self.rows = int(plans.layout.token_counts[rank])
         self.padded_rows = max(1, self.rows)
 

@@ -132,6 +132,10 @@ def test_positions_of_one_row_say_documents() -> None:
     positions = torch.tensor([0, 1, 2, 0, 1, 0, 1, 2, 3])
     for position_ids in (positions, positions[None]):
         assert cp.documents_of_batch({"input_ids": TOKENS, "position_ids": position_ids}) == Documents([3, 2, 4])
+    grid = 100 + torch.arange(27).reshape(3, 1, 9)
+    batch = {"input_ids": TOKENS, "position_ids": torch.cat([positions[None, None], grid])}
+    rows = rows_of(batch, ranks=1, name="qwen3")  # those of the text come first, and the model gets the others
+    assert rows["plan"].plans.documents == Documents([3, 2, 4]) and torch.equal(rows["position_ids"], grid)
 
 
 def test_padding_has_no_part_in_the_digest() -> None:

@@ -13,6 +13,9 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 import torch
 import torch.distributed as dist
 import transformers
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from transformers.modeling_layers import GenericForSequenceClassification
 
 from mindspeed_cp import ConfigError, Documents
 from mindspeed_cp.integrations import huggingface as cp
@@ -62,6 +65,9 @@ def test_a_head_that_pools_is_refused_and_one_that_reads_rows_runs(name: str) ->
         if kind.__name__.endswith(BY_ROW):
             assert model(**rows_for(config)).logits.shape[:2] == (1, sum(LENGTHS))
             continue
+        if kind.forward is GenericForSequenceClassification.forward:
+            assert model(**rows_for(config)).logits.shape == (len(LENGTHS), CLASSES)
+            continue
         with pytest.raises(ConfigError, match=rf"the model is a {kind.__name__}, whose head .*gather_rows"):
             model(**rows_for(config))
 
@@ -76,7 +82,10 @@ def test_values_that_are_not_of_rows_are_refused() -> None:
             return {"reward": super().forward(*arguments, **others).logits.mean((1, 2))}
 
     class Rewards(transformers.LlamaForSequenceClassification):
-        """One of a class that pools."""
+        """One of a class that pools, in its own way."""
+
+        def forward(self, *arguments: Any, **others: Any) -> Any:
+            return super().forward(*arguments, **others)
 
     config = make_config("llama", num_labels=CLASSES)
     rows = rows_for(config)
@@ -120,6 +129,58 @@ def test_labels_of_tokens_are_not_those_of_the_next_token() -> None:
     assert float((model(**rows).logits - wanted).abs().max()) < 1e-5
     share = cp.loss(model(**rows).logits, own, cp.count_labels(own))
     assert float(share) == pytest.approx(float(torch.nn.functional.cross_entropy(wanted[0], classes[0])), abs=1e-5)
+
+
+def classifier_step(rank: int, group: Any, name: str, labels: int, is_sharded: bool = False) -> Step:
+    """A step of a classifier or reward model as its class computes it; without a group document by document."""
+    import torch.nn.functional as F
+
+    cp.register()
+    config = make_config(name, num_labels=labels, pad_token_id=None)
+    kind = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+    torch.manual_seed(4)
+    model = kind._from_config(config, attn_implementation="eager" if group is None else cp.IMPLEMENTATION).train()
+    ids, classes = whole_batch(LENGTHS)["input_ids"], torch.tensor([2, 0, 1])
+    if group is None:
+        logits = torch.cat([model(x, use_cache=False).logits for x in ids.split(LENGTHS, 1)])
+    else:
+        if is_sharded:
+            fully_shard(model, mesh=DeviceMesh.from_group(group, "cpu"))
+        logits = model(**rows_for(config, {"input_ids": ids}, rank, group)).logits
+    loss = F.cross_entropy(logits, classes) if labels > 1 else -F.logsigmoid(logits[0] - logits[1:]).mean()
+    loss.backward()
+    gradients = {key: x.grad for key, x in model.named_parameters() if x.grad is not None}
+    if is_sharded:
+        gradients = {key: x.full_tensor() for key, x in gradients.items()}
+    elif group is not None:
+        for gradient in gradients.values():  # as DDP and FSDP average
+            dist.all_reduce(gradient, group=group)
+            gradient /= group.size()
+    return Step(float(loss.detach()), gradients)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(("name", "labels"), [("llama", CLASSES), ("qwen2", 1), ("gpt_oss", CLASSES)])
+def test_a_classifier_equals_its_documents_one_by_one(pool, name: str, labels: int, ranks: int) -> None:
+    wanted = classifier_step(0, None, name, labels)
+    for step in pool.run(ranks, classifier_step, name, labels):
+        assert step.gradients.keys() == wanted.gradients.keys()
+        assert step.largest_error(wanted) < 1e-5
+
+
+def test_a_classifier_under_fsdp_equals_its_documents_one_by_one(pool) -> None:
+    wanted = classifier_step(0, None, "llama", CLASSES)
+    for step in pool.run(2, classifier_step, "llama", CLASSES, True):
+        assert step.gradients.keys() == wanted.gradients.keys() and step.largest_error(wanted) < 1e-5
+
+
+def test_classes_go_to_a_loss_of_documents() -> None:
+    cp.register()
+    config = make_config("llama", num_labels=CLASSES)
+    model = transformers.LlamaForSequenceClassification._from_config(config, attn_implementation=cp.IMPLEMENTATION)
+    with pytest.raises(ConfigError, match=r"labels were given to a LlamaForSequenceClassification; valid: none"):
+        model(**rows_for(config), labels=torch.tensor([2, 0, 1]))
+    assert "forward" not in vars(model)
 
 
 def pooled_scores(model: Any, hidden: torch.Tensor, kind: str) -> torch.Tensor:
