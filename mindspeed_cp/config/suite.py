@@ -7,14 +7,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from mindspeed_cp.algorithms import (
     ALGORITHMS,
     ALIASES,
     AUTO,
     AlgorithmOption,
-    algorithm_name,
     algorithm_name_error,
 )
 from mindspeed_cp.cluster.cluster import cluster_of, load_cluster
@@ -183,13 +182,10 @@ class SuiteSettings(Section):
         for key in values:
             if key not in cls.model_fields and key not in options:
                 raise unknown_key(cls, key, key)
+        if "algorithm" in values:
+            values["algorithm"] = read_algorithm("algorithm", values["algorithm"])
         # null is the default of every option
         return {key: value for key, value in values.items() if key in cls.model_fields or value is not None}
-
-    @field_validator("algorithm", mode="before")
-    @classmethod
-    def _read_algorithm(cls, value: Any) -> str:
-        return read_algorithm("algorithm", value)
 
     @model_validator(mode="after")
     def _check_options(self) -> SuiteSettings:
@@ -295,7 +291,7 @@ def read_algorithm(key: str, value: Any) -> str:
     problem = algorithm_name_error(value)
     if problem is not None:
         raise bad_value(key, value, problem.replace("valid: ", f"valid: {AUTO}, ", 1))
-    return algorithm_name(value)
+    return ALIASES.get(value, value)
 
 
 def options_by_name() -> dict[str, dict[str, AlgorithmOption]]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed_cp.device.select import min_cann
 from mindspeed_cp.errors import INSTALL, ConfigError
 
 #: Oldest Megatron-core whose checkpoints `mindspeed-cp train` writes.
@@ -108,9 +107,10 @@ def version_status(limit: Limit, version: str | None) -> Status:
     if release is None:
         return Status(limit.package, version, "allowed", "a source tree whose version is unknown")
     if release < limit.first:
-        return Status(limit.package, version, "refused", f"needed is {_text(limit.first)} or later: {limit.why}")
+        return Status(limit.package, version, "refused", f"needed is {version_text(limit.first)} or later: {limit.why}")
     if limit.gap is not None and limit.gap[0] <= release < limit.gap[1]:
-        reason = f"needed is {_text(limit.first)}, or {_text(limit.gap[1])} or later: those between are not tested"
+        versions = f"{version_text(limit.first)}, or {version_text(limit.gap[1])} or later"
+        reason = f"needed is {versions}: those between are not tested"
         return Status(limit.package, version, "refused", reason)
     rows = [row for row in tested_rows() if row.get(limit.package) and set(limit.suites) <= set(row["suites"])]
     tested = sorted({str(row[limit.package]) for row in rows}, key=_key)
@@ -151,28 +151,6 @@ def version_report() -> list[Status]:
     return report
 
 
-def versions_md() -> str:
-    """Return the tables of docs/versions.md."""
-    head = "| Python | torch | torch-npu | NumPy | Megatron-core | tests passed |\n|---|---|---|---|---|---|\n"
-    names = ("python", "torch", "torch-npu", "numpy", "megatron-core")
-    rows = "".join(
-        "| "
-        + " | ".join(str(row.get(name) or "-") for name in names)
-        + " | "
-        + f"{sum(row['suites'].values()):,}"
-        + " |\n"
-        for row in tested_rows()
-    )
-    limits = "| package | oldest | refused below, because | needed for |\n|---|---|---|---|\n" + "".join(
-        f"| {limit.package} | {_text(limit.first)}{_gap_text(limit)} | {limit.why} | {limit.needed_for} |\n"
-        for limit in LIMITS
-    )
-    cann = "| torch-npu | oldest CANN |\n|---|---|\n" + "".join(
-        f"| {release} | {min_cann(release.split(' ')[0])} |\n" for release in ("2.7.1 and 2.8.0", "2.9.0 and later")
-    )
-    return f"{head}{rows}\n{limits}\n{cann}"
-
-
 def version_in_source(origin: str | None) -> str | None:
     """Return the version that megatron/core/package_info.py states, for a source tree without metadata."""
     info = Path(origin or "").with_name("package_info.py")
@@ -182,12 +160,9 @@ def version_in_source(origin: str | None) -> str | None:
     return ".".join(parts[name] for name in ("MAJOR", "MINOR", "PATCH")) if len(parts) == 3 else None
 
 
-def _text(release: tuple[int, ...]) -> str:
+def version_text(release: tuple[int, ...]) -> str:
+    """Return the numbers of a release with points between them."""
     return ".".join(map(str, release))
-
-
-def _gap_text(limit: Limit) -> str:
-    return "" if limit.gap is None else f"; not from {_text(limit.gap[0])} on until {_text(limit.gap[1])}"
 
 
 def _numbers(version: str) -> tuple[int, ...] | None:

@@ -31,7 +31,7 @@ from mindspeed_cp.ops.attention.latent import LatentExpansion, checked_up_projec
 from mindspeed_cp.ops.attention.sink import add_sink, checked_sink, sink_gradient
 from mindspeed_cp.ops.rows import take_rows
 from mindspeed_cp.plan import AttentionConfig, Plan
-from mindspeed_cp.schema.numbers import is_int
+from mindspeed_cp.schema.numbers import check_type, is_int
 
 #: Tensors that the forward of a part saves for its backward: q, k, v, out and lse.
 SAVED_TENSORS = 5
@@ -94,8 +94,7 @@ def context_parallel_attention(
             the neighbor may itself have waited for another rank.
     """
     check_types(q, k, v)
-    if not isinstance(plan, Plan):
-        raise ConfigError(f"plan is {plan!r}; valid: a Plan, from build_plan")
+    check_type("plan", plan, Plan, "a Plan, from build_plan")
     check_options(training, batch_digest)
     context, runner, transport, agreement = bind_rank(plan, group, backend, timeout, q.dtype, q.device)
     key = checked_key(plan, dropout_key) if training and plan.attention.dropout else None
@@ -132,8 +131,7 @@ def context_parallel_latent_attention(
         ConfigError, PeerError: as there.
     """
     check_types(q, shared, latent)
-    if not isinstance(plan, Plan):
-        raise ConfigError(f"plan is {plan!r}; valid: a Plan, from build_plan")
+    check_type("plan", plan, Plan, "a Plan, from build_plan")
     for name, x in (("shared", shared), ("latent", latent)):
         if x.dim() != 2:
             raise ConfigError(f"{name} has shape {list(x.shape)}; valid: [rows, channels]")
@@ -175,8 +173,7 @@ def check_types(q: object, k: object, v: object) -> None:
 
 def check_options(training: object, batch_digest: object = None) -> None:
     """Check the arguments of a call that are no tensors and have no check of their own."""
-    if not isinstance(training, bool):
-        raise ConfigError(f"training is {training!r}; valid: True, or False, which drops nothing")
+    check_type("training", training, bool, "True, or False, which drops nothing")
     if batch_digest is not None and not is_int(batch_digest):
         raise ConfigError(
             f"batch_digest is {batch_digest!r}; valid: an integer that each rank computes from its whole batch, such "

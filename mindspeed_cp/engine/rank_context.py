@@ -22,7 +22,6 @@ from mindspeed_cp.comm import (
 from mindspeed_cp.engine.agreement import CallAgreement, plan_digest
 from mindspeed_cp.engine.plan_cache import kept_with_plan
 from mindspeed_cp.engine.rank_schedule import RankSchedule, build_rank_schedule
-from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import ragged_arange
 from mindspeed_cp.ops.attention import AttentionBackend, Heads, backend_for_device
 from mindspeed_cp.ops.rows import RowIndex, put_rows
@@ -217,15 +216,7 @@ def _bind_rank(
 ) -> Binding:
     timeout = checked_timeout(timeout)
     runner = backend_for_device(device.type, backend)
-    size = group_size(group)
-    if size < 0:
-        raise ConfigError(
-            "this process is not in the group; only the group's own ranks call context_parallel_attention"
-        )
-    if size != plan.ranks:
-        raise ConfigError(
-            f"the plan is for {plan.ranks} ranks, but the group has {size}; build the plan for the group's size"
-        )
+    size = group_size(group, "context_parallel_attention", plan.ranks)
     context = rank_context(plan, group_rank(group), runner, dtype, device)
     if size == 1:
         return context, runner, None, None

@@ -29,7 +29,7 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Layout, Roll
 from mindspeed_cp.ops.rows import RowIndex, put_rows
 from mindspeed_cp.plan import Plan
-from mindspeed_cp.schema.numbers import is_int
+from mindspeed_cp.schema.numbers import check_type, is_int
 
 
 @dataclass(frozen=True)
@@ -99,17 +99,10 @@ def context_parallel_roll(
         ConfigError: the rows, the shift or the group do not fit the plan, or ranks have different plans.
         PeerError: a peer died or did not answer in time.
     """
-    if not isinstance(plan, Plan):
-        raise ConfigError(f"plan is {plan!r}; valid: a Plan, from build_plan")
+    check_type("plan", plan, Plan, "a Plan, from build_plan")
     if not is_int(shift):
         raise ConfigError(f"shift is {shift!r}; valid: an integer, the number of tokens")
-    ranks = group_size(group)
-    if ranks < 0:
-        raise ConfigError("this process is not in the group; only the group's own ranks call context_parallel_roll")
-    if ranks != plan.ranks:
-        raise ConfigError(
-            f"the plan is for {plan.ranks} ranks, but the group has {ranks}; build the plan for the group's size"
-        )
+    ranks = group_size(group, "context_parallel_roll", plan.ranks)
     rank = group_rank(group) if ranks > 1 else 0
     rows = int(plan.batch_layout.token_counts[rank])
     if not isinstance(x, Tensor) or x.dim() < 1 or len(x) != rows:

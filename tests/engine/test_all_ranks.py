@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from mindspeed_cp import ConfigError, PeerError
-from mindspeed_cp.engine import Stepping, attend_all_ranks, attend_in_process
+from mindspeed_cp.engine import Stepping, attend_in_process
+from tests.engine.all_ranks import attend_all_ranks
 from tests.engine.cases import Case, all_ranks
 
 CASE = Case((40, 0, 13), 3, algorithm="direct")
