@@ -7,8 +7,7 @@ in torch, and on a device without triton they raise an error that names the miss
 
 from mindspeed_cp.ascend_kernels.launch import implementation_for
 from mindspeed_cp.ascend_kernels.merge import MAX_PARTS, merge_parts, sum_parts
-from mindspeed_cp.ascend_kernels.tile_attention import tile_attention_, tile_attention_backward_
-from mindspeed_cp.ascend_kernels.tile_schedule import TileSchedule
+from mindspeed_cp.ascend_kernels.tile_attention import TileSchedule, tile_attention_, tile_attention_backward_
 
 __all__ = [
     "MAX_PARTS",

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_cp.engine.rank_context import part_heads
-from mindspeed_cp.engine.rank_schedule import stores_all_rows
+from mindspeed_cp.engine.rank_context import part_heads, stores_all_rows
 from mindspeed_cp.layout import Layout, ragged_arange
 from mindspeed_cp.ops.attention import (
     AttentionBackend,

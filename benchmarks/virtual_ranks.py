@@ -26,7 +26,7 @@ from benchmarks.isolated_rank import IsolatedRank
 from benchmarks.timing import machine_name, time_in_turn
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
 from mindspeed_cp.ops.attention import GradientAccumulator, get_backend
-from mindspeed_cp.ops.attention.cuda.flash_operator import AtenFlashOperator, FlashArguments
+from mindspeed_cp.ops.attention.cuda.flash_attention import AtenFlashOperator, FlashArguments
 from mindspeed_cp.plan import document_mask
 
 DIRECTIONS = ("forward", "backward")

@@ -15,8 +15,7 @@ from torch.autograd.function import once_differentiable
 from mindspeed_cp.comm import DEFAULT_TIMEOUT, Transport
 from mindspeed_cp.engine.agreement import CallAgreement
 from mindspeed_cp.engine.program_run import ProgramRun, Run, SlotReader, redistribute, run_interleaved, run_to_end
-from mindspeed_cp.engine.rank_context import REDISTRIBUTION_TAGS, RankContext, bind_rank, join_rows
-from mindspeed_cp.engine.rank_schedule import RankSchedule
+from mindspeed_cp.engine.rank_context import REDISTRIBUTION_TAGS, RankContext, RankSchedule, bind_rank, join_rows
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention import (
     AttentionBackend,

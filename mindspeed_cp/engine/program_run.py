@@ -23,7 +23,7 @@ from mindspeed_cp.comm import (
     start_redistributions,
 )
 from mindspeed_cp.engine.profile_ranges import profile_range
-from mindspeed_cp.engine.rank_schedule import P2POp, RankSchedule
+from mindspeed_cp.engine.rank_context import P2POp, RankSchedule
 from mindspeed_cp.ops.attention import AttentionBackend, BackwardState, ForwardState, GradientAccumulator
 from mindspeed_cp.ops.attention.latent import LatentExpansion
 from mindspeed_cp.ops.rows import RowIndex, put_rows, take_rows

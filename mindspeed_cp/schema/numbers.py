@@ -44,7 +44,7 @@ def check_count(
     if not is_int(value) or value < least or (most is not None and value > most):  # type: ignore[operator]
         limit = "" if most is None else f", at most {most}"
         raise ConfigError(f"{name} is {short_repr(value)}; valid: {what}, {least} or more{limit}")
-    return int(value)  # type: ignore[call-overload, no-any-return]
+    return int(value)  # type: ignore[call-overload]
 
 
 def check_divisor(name: str, value: object, ranks: int) -> None:

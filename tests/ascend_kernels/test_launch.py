@@ -19,7 +19,7 @@ from mindspeed_cp.ascend_kernels import (
     tile_attention_,
     tile_attention_backward_,
 )
-from mindspeed_cp.ascend_kernels.tile_schedule import schedule_block_rows
+from mindspeed_cp.ascend_kernels.tile_attention import schedule_block_rows
 from mindspeed_cp.plan.records import CAUSAL, TILE
 from tests.ascend_kernels.has import triton_runs
 from tests.ascend_kernels.variants import NAMES

@@ -14,7 +14,7 @@ import torch
 from mindspeed_cp import Plan, Topology, build_plan, context_parallel_attention
 from mindspeed_cp.comm import GroupTransport
 from mindspeed_cp.engine import Stepping, prepare, rank_context
-from mindspeed_cp.engine.rank_schedule import build_rank_schedule
+from mindspeed_cp.engine.rank_context import build_rank_schedule
 from mindspeed_cp.ops.attention.cpu.backend import CpuAttention
 from mindspeed_cp.plan import combine, select_documents
 from tests.engine.cases import Case, errors, run_here, sizes, worst

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mindspeed_cp import Plan, PlanError, verify_plan
-from mindspeed_cp.ascend_kernels.tile_schedule import TILE_MAX_HEAD_DIM
+from mindspeed_cp.ascend_kernels.tile_attention import TILE_MAX_HEAD_DIM
 from mindspeed_cp.engine import Stepping, attend_in_process
 from mindspeed_cp.engine.attention import expanded_rows
 from mindspeed_cp.ops.attention import AttentionBackend, dense_packed_attention

@@ -9,8 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_cp.ascend_kernels.tile_attention import TILE_DTYPES, tile_attention_, tile_attention_backward_
-from mindspeed_cp.ascend_kernels.tile_schedule import TILE_MAX_HEAD_DIM, TileSchedule, schedule_block_rows
+from mindspeed_cp.ascend_kernels.tile_attention import (
+    TILE_DTYPES,
+    TILE_MAX_HEAD_DIM,
+    TileSchedule,
+    schedule_block_rows,
+    tile_attention_,
+    tile_attention_backward_,
+)
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention.accumulators import GradientAccumulator
 from mindspeed_cp.ops.attention.contract import BackwardState, ForwardState, Heads, check_dtype
