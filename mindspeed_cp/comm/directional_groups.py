@@ -120,7 +120,7 @@ def warm_up(plan: Plan, group: dist.ProcessGroup | None = None, device: torch.de
 
     Args:
         plan: a plan like those that will run, for the ranks of the group. Edges of later plans are connected when they
-            first occur, in the same order (:class:`mindspeed_cp.comm.GroupTransport`).
+            first occur, in the same order (:class:`mindspeed_cp.comm.group_transport.GroupTransport`).
         group: None for the default group.
         device: device of the tensors to transfer.
 

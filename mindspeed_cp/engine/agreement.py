@@ -37,16 +37,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_cp import __version__
-from mindspeed_cp.comm import (
-    DEFAULT_TIMEOUT,
-    checked_timeout,
-    comm_library,
-    failure_reason,
-    group_rank,
-    group_size,
-    has_library,
-    resolve_group,
-)
+from mindspeed_cp.comm.group_transport import DEFAULT_TIMEOUT, checked_timeout
+from mindspeed_cp.comm.groups import comm_library, failure_reason, group_rank, group_size, has_library, resolve_group
 from mindspeed_cp.engine.plan_cache import kept_with_plan
 from mindspeed_cp.engine.profile_ranges import profile_range
 from mindspeed_cp.errors import ConfigError, PeerError

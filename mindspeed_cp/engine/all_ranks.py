@@ -1,8 +1,8 @@
 """All ranks of a plan in one process and one thread: for tests, notebooks, and devices of which there is only one.
 
 Every rank runs the same computation as in :func:`mindspeed_cp.context_parallel_attention`, messages and redistributions
-included, over an :class:`mindspeed_cp.comm.InMemoryNetwork`. Ranks take turns: a rank runs until it has to wait, and
-continues when everything that it waits for has been posted. The order is deterministic.
+included, over an :class:`mindspeed_cp.comm.in_memory.InMemoryNetwork`. Ranks take turns: a rank runs until it has to
+wait, and continues when everything that it waits for has been posted. The order is deterministic.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_cp.comm import InMemoryNetwork, InMemoryPending
+from mindspeed_cp.comm.in_memory import InMemoryNetwork, InMemoryPending
 from mindspeed_cp.engine.attention import (
     SAVED_TENSORS,
     LayerWeights,
@@ -47,7 +47,7 @@ class Stepping:
     """Order in which ranks run, and when messages are copied.
 
     Attributes:
-        lazy: when messages are copied, see :class:`mindspeed_cp.comm.InMemoryNetwork`.
+        lazy: when messages are copied, see :class:`mindspeed_cp.comm.in_memory.InMemoryNetwork`.
         seed: None resumes the ranks in ascending order, one step each; a number draws the next rank at random.
         around: called with a rank; context that is entered whenever the rank runs, for instance to measure it.
     """

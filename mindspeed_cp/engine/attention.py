@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_cp.comm import DEFAULT_TIMEOUT, Transport
+from mindspeed_cp.comm.group_transport import DEFAULT_TIMEOUT, Transport
 from mindspeed_cp.engine.agreement import CallAgreement
 from mindspeed_cp.engine.program_run import ProgramRun, Run, SlotReader, redistribute, run_interleaved, run_to_end
 from mindspeed_cp.engine.rank_context import REDISTRIBUTION_TAGS, RankContext, RankSchedule, bind_rank, join_rows

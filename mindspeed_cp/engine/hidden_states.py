@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_cp.comm import RankRedistribution, Transport, rank_redistribution
+from mindspeed_cp.comm.group_transport import Transport
+from mindspeed_cp.comm.redistribution import RankRedistribution, rank_redistribution
 from mindspeed_cp.engine.plan_cache import kept_with_plan
 from mindspeed_cp.engine.program_run import Run, redistribute, run_to_end
 from mindspeed_cp.layout import Redistribution, sequence_parallel_layout

@@ -11,15 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_cp.comm import (
-    GroupTransport,
-    RankRedistribution,
-    as_row_index,
-    checked_timeout,
-    group_rank,
-    group_size,
-    rank_redistribution,
-)
+from mindspeed_cp.comm.group_transport import GroupTransport, checked_timeout
+from mindspeed_cp.comm.groups import group_rank, group_size
+from mindspeed_cp.comm.redistribution import RankRedistribution, as_row_index, rank_redistribution
 from mindspeed_cp.engine.agreement import CallAgreement, plan_digest
 from mindspeed_cp.engine.plan_cache import kept_with_plan
 from mindspeed_cp.layout import ragged_arange

@@ -11,17 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_cp.comm import (
-    DEFAULT_TIMEOUT,
-    GroupTransport,
-    RankRedistribution,
-    Transport,
-    as_row_index,
-    checked_timeout,
-    group_rank,
-    group_size,
-    rank_redistribution,
-)
+from mindspeed_cp.comm.group_transport import DEFAULT_TIMEOUT, GroupTransport, Transport, checked_timeout
+from mindspeed_cp.comm.groups import group_rank, group_size
+from mindspeed_cp.comm.redistribution import RankRedistribution, as_row_index, rank_redistribution
 from mindspeed_cp.engine.agreement import CallAgreement
 from mindspeed_cp.engine.plan_cache import kept_with_plan
 from mindspeed_cp.engine.program_run import Run, redistribute, run_to_end

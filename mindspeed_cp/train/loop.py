@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mindspeed_cp.algorithms import build_plan
-from mindspeed_cp.comm import warm_up
+from mindspeed_cp.comm.directional_groups import warm_up
 from mindspeed_cp.config.derived import training_plan_options
 from mindspeed_cp.data.corpus import open_corpus
 from mindspeed_cp.data.stream import PackedStream

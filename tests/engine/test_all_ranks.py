@@ -74,7 +74,7 @@ def test_a_profile_names_what_the_engine_does():
 
 def test_a_plan_whose_message_ends_disagree_is_refused():
     """The rows of one fetch are changed for its sender, as if ranks had different plans."""
-    from mindspeed_cp.comm import InMemoryTransport
+    from mindspeed_cp.comm.in_memory import InMemoryTransport
 
     post = InMemoryTransport.post
 

@@ -9,7 +9,7 @@ import torch
 
 from mindspeed_cp import Plan
 from mindspeed_cp.algorithms.linear_layout import with_linear_layout
-from mindspeed_cp.comm import GroupTransport
+from mindspeed_cp.comm.group_transport import GroupTransport
 from mindspeed_cp.engine.hidden_states import hidden_redistribution, redistribute_hidden
 from mindspeed_cp.layout import sequence_parallel_layout
 from tests.engine.cases import Case, run_here, worst

@@ -33,7 +33,7 @@ def attend_once(
 ) -> dict[str, int]:
     """Calls of the fused operators by one layer's forward and backward; q, k and v of at most so many bytes are one message."""
     layout_redistribution.PACKED_BYTES = packed_bytes
-    from mindspeed_cp.comm import open_directional_groups, warm_up
+    from mindspeed_cp.comm.directional_groups import open_directional_groups, warm_up
     from tests.host_cann.oracle import calls
 
     plan, leaves, dout = local(rank, case)

@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from mindspeed_cp.comm import GroupTransport
+from mindspeed_cp.comm.group_transport import GroupTransport
 from mindspeed_cp.engine.hidden_states import hidden_redistribution, redistribute_hidden
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.adaptors.core_attention import PlannedAttention
