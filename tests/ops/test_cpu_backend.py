@@ -22,10 +22,9 @@ from mindspeed_cp.ops.attention import (
     dense_attention,
     get_backend,
 )
-from mindspeed_cp.ops.attention.contract import AttentionBackend
+from mindspeed_cp.ops.attention.contract import AttentionBackend, uniform_head_groups
 from mindspeed_cp.ops.attention.cpu.kernels import CACHED_REACH
 from mindspeed_cp.ops.attention.cpu.lowering import lower_to_kernel_calls
-from mindspeed_cp.ops.attention.head_groups import uniform_head_groups
 from mindspeed_cp.plan import FULL, TILE
 from mindspeed_cp.plan.tiles import tiles_between
 from tests.ops.test_cpu_lowering import strips_of

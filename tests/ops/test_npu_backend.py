@@ -25,7 +25,7 @@ from mindspeed_cp.ops.attention import (
     backend_from_settings,
     dense_packed_attention,
 )
-from mindspeed_cp.ops.attention.head_groups import uniform_head_groups
+from mindspeed_cp.ops.attention.contract import uniform_head_groups
 from mindspeed_cp.ops.attention.lowering.device_call import on_device
 from mindspeed_cp.ops.attention.lowering.fused_backend import LARGEST_SCORE
 from mindspeed_cp.ops.attention.npu.backend import NpuAttention

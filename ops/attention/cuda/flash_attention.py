@@ -16,8 +16,7 @@ from mindspeed_cp.ascend_kernels.launch import has_triton
 from mindspeed_cp.ascend_kernels.merge import merge_parts
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention.accumulators import OutputAccumulator
-from mindspeed_cp.ops.attention.contract import Heads
-from mindspeed_cp.ops.attention.head_groups import HeadGroup, pad_head_dim
+from mindspeed_cp.ops.attention.contract import HeadGroup, Heads, pad_head_dim
 from mindspeed_cp.ops.attention.lowering.device_call import DeviceCall, on_device
 from mindspeed_cp.ops.attention.lowering.fused_backend import FusedBackend
 from mindspeed_cp.ops.attention.lowering.fused_call import CallLimits, FusedCall

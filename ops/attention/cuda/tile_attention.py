@@ -19,8 +19,15 @@ from mindspeed_cp.ascend_kernels.tile_attention import (
 )
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention.accumulators import GradientAccumulator
-from mindspeed_cp.ops.attention.contract import BackwardState, ForwardState, Heads, check_dtype
-from mindspeed_cp.ops.attention.head_groups import contiguous_heads, uniform_head_groups, write_heads
+from mindspeed_cp.ops.attention.contract import (
+    BackwardState,
+    ForwardState,
+    Heads,
+    check_dtype,
+    contiguous_heads,
+    uniform_head_groups,
+    write_heads,
+)
 from mindspeed_cp.ops.attention.lowering.device_call import slopes_of
 from mindspeed_cp.plan import AttentionConfig
 
