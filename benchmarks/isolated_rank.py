@@ -17,14 +17,8 @@ from torch import Tensor
 
 from mindspeed_cp.engine.rank_context import part_heads, stores_all_rows
 from mindspeed_cp.layout import Layout, ragged_arange
-from mindspeed_cp.ops.attention import (
-    AttentionBackend,
-    BackwardState,
-    DropoutKey,
-    ForwardState,
-    GradientAccumulator,
-    OutputAccumulator,
-)
+from mindspeed_cp.ops.attention.accumulators import GradientAccumulator, OutputAccumulator
+from mindspeed_cp.ops.attention.contract import AttentionBackend, BackwardState, DropoutKey, ForwardState
 from mindspeed_cp.plan import Plan, document_mask
 
 

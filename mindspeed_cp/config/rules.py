@@ -15,7 +15,7 @@ from mindspeed_cp.config.derived import whole_attention
 from mindspeed_cp.config.sections import POOL, Sections
 from mindspeed_cp.config.suite import TOKEN_CAP_OPTION, SuiteSettings, check_cluster, check_divides
 from mindspeed_cp.data.dispatch import POOL_ALGORITHM
-from mindspeed_cp.device.npu_limits import check_npu_limits
+from mindspeed_cp.device.npu_profile import check_npu_limits
 from mindspeed_cp.device.select import resolve_device_type
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import RANK_LIMIT, Topology

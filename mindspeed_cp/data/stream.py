@@ -111,7 +111,7 @@ class Packer:
         self._next = state["next"]
 
 
-LOOKAHEAD = 64
+LOOKAHEAD = 64  # chunks from which a row is filled: more fill rows better and change the order more
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,7 +137,7 @@ class PackedRow:
 class PackedStream:
     """Iterator over `PackedRow`s without end, shuffled anew in each epoch.
 
-    The sequence of rows depends only on the lengths of the corpus, `context`, `seed` and `lookahead`. Replica `replica`
+    The sequence of rows depends only on the lengths of the corpus, `context` and `seed`. Replica `replica`
     of `replicas` takes rows replica, replica + replicas, ... After equally many rows all replicas have equal states, so
     one state serves all of them, also with another number of replicas. `next_batch` takes the rows of a whole global
     batch, and may assign its documents to other replicas.
@@ -148,21 +148,11 @@ class PackedStream:
             `context` tokens, each a document of its own.
         seed: seed of the shuffle, at least 0.
         replica, replicas: index of this stream's replica, and number of replicas.
-        lookahead: number of chunks from which a row is filled; more chunks fill rows better and change the order more.
     """
 
-    def __init__(
-        self,
-        corpus: FileCorpus,
-        context: int,
-        seed: int,
-        replica: int = 0,
-        replicas: int = 1,
-        *,
-        lookahead: int = LOOKAHEAD,
-    ) -> None:
+    def __init__(self, corpus: FileCorpus, context: int, seed: int, replica: int = 0, replicas: int = 1) -> None:
         self.corpus, self.replica, self.replicas = corpus, replica, replicas
-        self._packer = Packer(corpus.lengths, context, seed, lookahead)
+        self._packer = Packer(corpus.lengths, context, seed, LOOKAHEAD)
         self._rows = 0  # of all replicas
 
     def __iter__(self) -> Iterator[PackedRow]:
@@ -227,8 +217,7 @@ class PackedStream:
         return {"corpus": self.corpus.digest, **self._packer.state_dict(), "rows": self._rows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue exactly where `state` was taken by a stream of equal context, seed and lookahead, with any number of
-        replicas.
+        """Continue exactly where `state` was taken by a stream of equal context and seed, with any number of replicas.
 
         Raises:
             ConfigError: the state is for another corpus.

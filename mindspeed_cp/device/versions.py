@@ -115,7 +115,7 @@ def version_status(limit: Limit, version: str | None) -> Status:
     rows = [row for row in tested_rows() if row.get(limit.package) and set(limit.suites) <= set(row["suites"])]
     tested = sorted({str(row[limit.package]) for row in rows}, key=_key)
     short = 2 if limit.package == "python" else 3
-    if any((_numbers(known) or ())[:short] == release[:short] for known in tested):
+    if any(_key(known)[:short] == release[:short] for known in tested):
         return Status(limit.package, version, "tested", "")
     return Status(limit.package, version, "allowed", f"tested: {', '.join(tested) or 'none'}")
 
@@ -130,7 +130,7 @@ def require_megatron_of_train() -> None:
     version = installed_version(limit)
     release = None if version is None else _numbers(version)
     if release is not None and release < OLDEST_MEGATRON_OF_TRAIN:
-        oldest = ".".join(map(str, OLDEST_MEGATRON_OF_TRAIN))
+        oldest = version_text(OLDEST_MEGATRON_OF_TRAIN)
         raise ConfigError(
             f"megatron-core is {version}; valid for `mindspeed-cp train`: {oldest} or later, for whose formats its "
             "checkpoints are made; with an older one train by your own script (docs/megatron.md)"
@@ -140,15 +140,11 @@ def require_megatron_of_train() -> None:
 def version_report() -> list[Status]:
     """Return the status of every package of LIMITS, and of torch-npu beside another release of torch."""
     versions = {limit.package: installed_version(limit) for limit in LIMITS}
-    report = [version_status(limit, versions[limit.package]) for limit in LIMITS]
+    report = {limit.package: version_status(limit, versions[limit.package]) for limit in LIMITS}
     torch, npu = versions["torch"], versions["torch-npu"]
-    if torch and npu and (_numbers(torch) or ())[:3] != (_numbers(npu) or ())[:3]:
-        reason = f"torch is {torch}; they must be of one release"
-        report = [
-            Status("torch-npu", npu, "refused", reason) if status.package == "torch-npu" else status
-            for status in report
-        ]
-    return report
+    if torch and npu and _key(torch)[:3] != _key(npu)[:3]:
+        report["torch-npu"] = Status("torch-npu", npu, "refused", f"torch is {torch}; they must be of one release")
+    return [*report.values()]
 
 
 def version_in_source(origin: str | None) -> str | None:

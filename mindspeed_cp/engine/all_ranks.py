@@ -34,8 +34,8 @@ from mindspeed_cp.engine.program_run import Run
 from mindspeed_cp.engine.rank_context import rank_context
 from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.layout import ragged_arange
-from mindspeed_cp.ops.attention import AttentionBackend, backend_for_device
-from mindspeed_cp.ops.attention.contract import DropoutKey
+from mindspeed_cp.ops.attention.backends import backend_for_device
+from mindspeed_cp.ops.attention.contract import AttentionBackend, DropoutKey
 from mindspeed_cp.plan import Plan, document_mask
 from mindspeed_cp.schema.numbers import check_type
 

@@ -17,15 +17,15 @@ from mindspeed_cp.engine.agreement import CallAgreement
 from mindspeed_cp.engine.program_run import ProgramRun, Run, SlotReader, redistribute, run_interleaved, run_to_end
 from mindspeed_cp.engine.rank_context import REDISTRIBUTION_TAGS, RankContext, RankSchedule, bind_rank, join_rows
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.ops.attention import (
+from mindspeed_cp.ops.attention.accumulators import GradientAccumulator, OutputAccumulator
+from mindspeed_cp.ops.attention.contract import (
     AttentionBackend,
     BackwardState,
+    DropoutKey,
     ForwardState,
-    GradientAccumulator,
     Heads,
-    OutputAccumulator,
+    checked_dropout_key,
 )
-from mindspeed_cp.ops.attention.contract import DropoutKey, checked_dropout_key
 from mindspeed_cp.ops.attention.latent import LatentExpansion, checked_up_projection
 from mindspeed_cp.ops.attention.sink import add_sink, checked_sink, sink_gradient
 from mindspeed_cp.ops.rows import take_rows

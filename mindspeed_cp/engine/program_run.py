@@ -18,7 +18,8 @@ from mindspeed_cp.comm.group_transport import Pending, Transfer, Transport, stag
 from mindspeed_cp.comm.redistribution import RankRedistribution, start_redistributions
 from mindspeed_cp.engine.profile_ranges import profile_range
 from mindspeed_cp.engine.rank_context import P2POp, RankSchedule
-from mindspeed_cp.ops.attention import AttentionBackend, BackwardState, ForwardState, GradientAccumulator
+from mindspeed_cp.ops.attention.accumulators import GradientAccumulator
+from mindspeed_cp.ops.attention.contract import AttentionBackend, BackwardState, ForwardState
 from mindspeed_cp.ops.attention.latent import LatentExpansion
 from mindspeed_cp.ops.rows import RowIndex, put_rows, take_rows
 from mindspeed_cp.plan import AttentionConfig

@@ -17,7 +17,8 @@ from mindspeed_cp.comm.redistribution import RankRedistribution, as_row_index, r
 from mindspeed_cp.engine.agreement import CallAgreement, plan_digest
 from mindspeed_cp.engine.plan_cache import kept_with_plan
 from mindspeed_cp.layout import ragged_arange
-from mindspeed_cp.ops.attention import AttentionBackend, Heads, backend_for_device
+from mindspeed_cp.ops.attention.backends import backend_for_device
+from mindspeed_cp.ops.attention.contract import AttentionBackend, Heads
 from mindspeed_cp.ops.rows import RowIndex, put_rows
 from mindspeed_cp.plan import AttentionConfig, Messages, Plan, Program, part_ends, part_rows
 from mindspeed_cp.plan.tiles import number_keys_read

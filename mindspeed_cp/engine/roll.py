@@ -29,12 +29,10 @@ class RankRoll:
     """What one rank does in a roll in one direction.
 
     Attributes:
-        rows: number of rows of this rank.
         redistribution: from the rows that others get to the rows that this rank gets.
         target_rows: where these go; other rows are filled.
     """
 
-    rows: int
     redistribution: RankRedistribution
     target_rows: RowIndex
 
@@ -43,11 +41,8 @@ def rank_roll(layout: Layout, shift: int, rank: int, device: torch.device) -> Ra
     """Return what a rank does in the roll of a layout, with row numbers on a device."""
     roll = Roll(layout, shift)
     target = roll.target_rows(rank)
-    return RankRoll(
-        int(layout.token_counts[rank]),
-        rank_redistribution(roll.redistribution, rank, device, rows=roll.source_rows(rank)),
-        as_row_index(target, target * 0 + 1, device),
-    )
+    moved = rank_redistribution(roll.redistribution, rank, device, rows=roll.source_rows(rank))
+    return RankRoll(moved, as_row_index(target, target * 0 + 1, device))
 
 
 def roll_run(x: Tensor, roll: RankRoll, transport: Transport | None, fill: float, label: str) -> Run[Tensor]:

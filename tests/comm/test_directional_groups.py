@@ -15,7 +15,6 @@ from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, conte
 from mindspeed_cp.algorithms import ALGORITHMS
 from mindspeed_cp.comm.directional_groups import (
     OPEN_GROUPS,
-    close_directional_groups,
     connection_order,
     message_pairs,
     open_directional_groups,
@@ -24,6 +23,7 @@ from mindspeed_cp.comm.directional_groups import (
 from mindspeed_cp.comm.group_transport import GroupTransport, Transfer
 from mindspeed_cp.comm.groups import process_group_options
 from mindspeed_cp.errors import ConfigError
+from tests.comm.closed_groups import close_directional_groups
 from tests.engine.cases import sizes
 from tests.limits import HANG
 

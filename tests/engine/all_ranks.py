@@ -12,8 +12,7 @@ from torch.autograd.function import once_differentiable
 from mindspeed_cp.engine import Stepping
 from mindspeed_cp.engine.all_ranks import checked_calls, run_backward, run_forward
 from mindspeed_cp.engine.attention import LayerWeights, RankCall, checked_weights
-from mindspeed_cp.ops.attention import AttentionBackend
-from mindspeed_cp.ops.attention.contract import DropoutKey
+from mindspeed_cp.ops.attention.contract import AttentionBackend, DropoutKey
 from mindspeed_cp.plan import Plan
 
 

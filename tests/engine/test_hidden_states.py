@@ -50,7 +50,7 @@ def there_and_back(rank: int, group: Any, case: Case, shares: int, multiple: int
         GroupTransport(group, 60.0, x.device),
     )
     moved = redistribute_hidden(own, remap, transport)
-    back = redistribute_hidden(moved * moved, remap.reversed, transport)
+    back = redistribute_hidden(moved * moved, remap[::-1], transport)
     (gradient,) = torch.autograd.grad(back.sum(), own)
     return [moved.detach(), back.detach(), gradient]
 

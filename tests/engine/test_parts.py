@@ -84,7 +84,8 @@ def test_any_order_of_steps_gives_the_same(ranks):
 def two_exchanges(rank, group, case):
     """A ring for one document and `direct` for the other, in turn, through directional groups and without;
     transfers between the same two ranks that were under way together with one tag."""
-    from mindspeed_cp.comm.directional_groups import close_directional_groups, open_directional_groups, warm_up
+    from mindspeed_cp.comm.directional_groups import open_directional_groups, warm_up
+    from tests.comm.closed_groups import close_directional_groups
 
     numbers = np.arange(2)
     parts = [

@@ -11,7 +11,7 @@ from mindspeed_cp import Plan
 from mindspeed_cp.comm.directional_groups import message_pairs
 from mindspeed_cp.layout import redistribution as layout_redistribution
 from mindspeed_cp.layout.redistribution import PACKED_BYTES
-from mindspeed_cp.ops.attention import BACKENDS
+from mindspeed_cp.ops.attention.backends import BACKENDS
 from tests.engine.cases import Case, attend, local
 from tests.npu.ranks import Run, run
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from mindspeed_cp.ops.attention import attention, attention_backward
 from mindspeed_cp.ops.attention.cpu import kernels
+from mindspeed_cp.ops.attention.operator import attention, attention_backward
 from tests.ops.yardstick import tensors
 
 SETTINGS = [dict(), dict(window=(20, 0)), dict(mask="full", alibi=True), dict(alibi=(8.0, 0.5, 0.1, 0.01)), dict(window=(30, 0), alibi=True, dropout_p=0.3, dropout_key=(3, 1))]  # fmt: skip

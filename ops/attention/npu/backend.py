@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mindspeed_cp.ascend_kernels.launch import has_triton
 from mindspeed_cp.ascend_kernels.merge import merge_parts
-from mindspeed_cp.device.npu_limits import check_npu_limits
+from mindspeed_cp.device.npu_profile import check_npu_limits
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention.accumulators import merge_
 from mindspeed_cp.ops.attention.contract import (
