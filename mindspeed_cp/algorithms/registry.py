@@ -202,7 +202,7 @@ def build_plan(
     if error is not None:
         raise ConfigError(error)
     # Counts of bytes of a plan, over all ranks and messages, are int64.
-    row = attention.expanded.kv_row.channels + attention.heads * (attention.head_dim + attention.head_dim_v)
+    row = (attention.kv_heads + attention.heads) * (attention.head_dim + attention.head_dim_v)
     upper_bound = row * (64 * documents.tokens + 16 * kv_documents.tokens * topology.ranks)
     if upper_bound >= 2**63:
         raise ConfigError(
