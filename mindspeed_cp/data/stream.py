@@ -27,6 +27,7 @@ from mindspeed_cp.layout import Documents
 
 #: Tokens start .. start+length-1 of a document.
 DOC_CHUNK = np.dtype([("document", np.int64), ("start", np.int64), ("length", np.int64)])
+LOOKAHEAD = 64  # chunks from which a row is filled: more fill rows better and change the order more
 
 
 def epoch_order(chunks: int, seed: int, epoch: int) -> np.ndarray:
@@ -109,9 +110,6 @@ class Packer:
         for chunk in state["waiting"]:
             self._wait(chunk)
         self._next = state["next"]
-
-
-LOOKAHEAD = 64  # chunks from which a row is filled: more fill rows better and change the order more
 
 
 @dataclass(frozen=True, eq=False)

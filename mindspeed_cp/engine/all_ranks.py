@@ -110,7 +110,7 @@ def checked_calls(
             "valid: one tensor per rank"
         )
     for tensors in zip(q, k, v, strict=True):
-        check_types(*tensors)
+        check_types(*tensors, plan)
     check_options(training)
     runner = backend_for_device(q[0].device.type, backend)
     contexts = [rank_context(plan, rank, runner, q[0].dtype, q[0].device) for rank in range(plan.ranks)]

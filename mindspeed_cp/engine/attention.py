@@ -30,7 +30,7 @@ from mindspeed_cp.ops.attention.latent import LatentExpansion, checked_up_projec
 from mindspeed_cp.ops.attention.sink import add_sink, checked_sink, sink_gradient
 from mindspeed_cp.ops.rows import take_rows
 from mindspeed_cp.plan import AttentionConfig, Plan
-from mindspeed_cp.schema.numbers import check_type, is_int
+from mindspeed_cp.schema.numbers import is_int
 
 #: Tensors that the forward of a part saves for its backward: q, k, v, out and lse.
 SAVED_TENSORS = 5
@@ -92,8 +92,7 @@ def context_parallel_attention(
         PeerError: the neighbor that this rank waited for died or did not answer within `timeout`. The error names it;
             the neighbor may itself have waited for another rank.
     """
-    check_types(q, k, v)
-    check_type("plan", plan, Plan, "a Plan, from build_plan")
+    check_types(q, k, v, plan)
     check_options(training, batch_digest)
     context, runner, transport, agreement = bind_rank(plan, group, backend, timeout, q.dtype, q.device)
     key = checked_key(plan, dropout_key) if training and plan.attention.dropout else None
@@ -129,8 +128,7 @@ def context_parallel_latent_attention(
     Raises:
         ConfigError, PeerError: as there.
     """
-    check_types(q, shared, latent)
-    check_type("plan", plan, Plan, "a Plan, from build_plan")
+    check_types(q, shared, latent, plan)
     for name, x in (("shared", shared), ("latent", latent)):
         if x.dim() != 2:
             raise ConfigError(f"{name} has shape {list(x.shape)}; valid: [rows, channels]")
@@ -160,19 +158,22 @@ def checked_key(plan: Plan, key: DropoutKey | None) -> DropoutKey:
     return checked_dropout_key(key)
 
 
-def check_types(q: object, k: object, v: object) -> None:
-    """Check that q, k and v are tensors of rows in memory."""
+def check_types(q: object, k: object, v: object, plan: object) -> None:
+    """Check that q, k and v are tensors of rows in memory, and the plan is one."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise ConfigError(f"{name} is a {type(x).__name__}; valid: a torch.Tensor")
         if x.layout != torch.strided or x.is_nested or x.is_quantized:
             kind = "nested" if x.is_nested else "quantized" if x.is_quantized else f"of layout {x.layout}"
             raise ConfigError(f"{name} is {kind}; valid: a dense torch.Tensor, for example {name}.to_dense()")
+    if not isinstance(plan, Plan):
+        raise ConfigError(f"plan is {plan!r}; valid: a Plan, from build_plan")
 
 
 def check_options(training: object, batch_digest: object = None) -> None:
     """Check the arguments of a call that are no tensors and have no check of their own."""
-    check_type("training", training, bool, "True, or False, which drops nothing")
+    if not isinstance(training, bool):
+        raise ConfigError(f"training is {training!r}; valid: True, or False, which drops nothing")
     if batch_digest is not None and not is_int(batch_digest):
         raise ConfigError(
             f"batch_digest is {batch_digest!r}; valid: an integer that each rank computes from its whole batch, such "
