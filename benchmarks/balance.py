@@ -31,8 +31,7 @@ from mindspeed_cp import AttentionConfig
 from mindspeed_cp.cluster import LayerCost, load_cluster
 from mindspeed_cp.data.balance import Assignment, DocumentCost, assign
 from mindspeed_cp.data.lengths import load_lengths
-from mindspeed_cp.data.packing import Packer
-from mindspeed_cp.data.stream import LOOKAHEAD
+from mindspeed_cp.data.stream import LOOKAHEAD, Packer
 
 PARTS = ("replicas", "pool")
 POOL_REPLICAS = 8

@@ -29,10 +29,10 @@ import torch
 
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
 from mindspeed_cp.algorithms import ALGORITHMS
-from mindspeed_cp.engine import attend_all_ranks
 from mindspeed_cp.ops.attention.cuda.backend import KERNELS, CudaAttention
 from mindspeed_cp.ops.attention.reference import dense_packed_attention
 from mindspeed_cp.plan.program import REDUCE_BYTES
+from tests.engine.all_ranks import attend_all_ranks
 
 NAMES = ("out", "dq", "dk", "dv")
 _CPU = torch.device("cpu")

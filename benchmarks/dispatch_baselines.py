@@ -8,9 +8,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from benchmarks.published.systems.head_groups import differencing
-from mindspeed_cp.data import candidates
-from mindspeed_cp.data.balance import Assignment, CostFunction, make_dispatch_problem, to_assignment
-from mindspeed_cp.data.candidates import best_fit_decreasing
+from mindspeed_cp.data import balance
+from mindspeed_cp.data.balance import (
+    Assignment,
+    CostFunction,
+    best_fit_decreasing,
+    make_dispatch_problem,
+    to_assignment,
+)
 
 
 def in_order(
@@ -24,7 +29,7 @@ def in_order(
 ) -> Assignment:
     """Assign the documents as they come: rows in turn to the replicas."""
     problem = make_dispatch_problem(lengths, cost, replicas, token_bound, per_micro_batch, rows)
-    return to_assignment(problem, candidates.in_order(problem))
+    return to_assignment(problem, balance.in_order(problem))
 
 
 def first_fit(

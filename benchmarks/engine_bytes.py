@@ -32,9 +32,10 @@ from benchmarks.arguments import Arguments, new_file, positive
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology, build_plan
 from mindspeed_cp.cli.lengths import draw_batches
 from mindspeed_cp.comm import in_memory
-from mindspeed_cp.engine import Stepping, attend_all_ranks
+from mindspeed_cp.engine import Stepping
 from mindspeed_cp.ops.attention.cuda.flash_attention import CudaFlashAttention
 from mindspeed_cp.ops.attention.npu.backend import NpuAttention
+from tests.engine.all_ranks import attend_all_ranks
 
 ALGORITHMS = "ulysses,hierarchical,hybrid,all_gather,direct,ring"
 

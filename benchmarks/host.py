@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, context_parallel_attention
 from mindspeed_cp.engine import agreement, prepare
-from mindspeed_cp.ops.attention import AttentionBackend, get_backend
+from mindspeed_cp.ops.attention.backends import get_backend
+from mindspeed_cp.ops.attention.contract import AttentionBackend
 
 ROWS = 32  # of each rank: next to nothing
 

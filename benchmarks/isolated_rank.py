@@ -15,17 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_cp.engine.rank_context import part_heads
-from mindspeed_cp.engine.rank_schedule import stores_all_rows
+from mindspeed_cp.engine.rank_context import part_heads, stores_all_rows
 from mindspeed_cp.layout import Layout, ragged_arange
-from mindspeed_cp.ops.attention import (
-    AttentionBackend,
-    BackwardState,
-    DropoutKey,
-    ForwardState,
-    GradientAccumulator,
-    OutputAccumulator,
-)
+from mindspeed_cp.ops.attention.accumulators import GradientAccumulator, OutputAccumulator
+from mindspeed_cp.ops.attention.contract import AttentionBackend, BackwardState, DropoutKey, ForwardState
 from mindspeed_cp.plan import Plan, document_mask
 
 

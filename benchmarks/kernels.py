@@ -25,14 +25,9 @@ from benchmarks.arguments import Arguments, new_file, positive
 from benchmarks.timing import machine_name, peak_bytes, time_in_turn
 from mindspeed_cp.ascend_kernels.merge import merge_parts
 from mindspeed_cp.layout import TOKEN_SPAN, Documents
-from mindspeed_cp.ops.attention import (
-    BackwardState,
-    ForwardState,
-    GradientAccumulator,
-    Heads,
-    OutputAccumulator,
-    get_backend,
-)
+from mindspeed_cp.ops.attention.accumulators import GradientAccumulator, OutputAccumulator
+from mindspeed_cp.ops.attention.backends import get_backend
+from mindspeed_cp.ops.attention.contract import BackwardState, ForwardState, Heads
 from mindspeed_cp.ops.attention.cuda.backend import CudaAttention
 from mindspeed_cp.plan import AttentionConfig
 from mindspeed_cp.plan.tiles import tiles_between

@@ -25,7 +25,7 @@ from mindspeed_cp.config.derived import TOKENS_OVER_MEAN
 from mindspeed_cp.config.suite import TOKEN_CAP_OPTION
 from mindspeed_cp.data.balance import DocumentCost
 from mindspeed_cp.data.dispatch import Dispatcher, PoolModel
-from mindspeed_cp.data.packing import DOC_CHUNK
+from mindspeed_cp.data.stream import DOC_CHUNK
 from mindspeed_cp.plan import Plan
 from mindspeed_cp.simulate.simulator import simulate_plan
 from mindspeed_cp.simulate.tile_work import COARSE_SPANS

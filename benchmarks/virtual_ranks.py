@@ -25,8 +25,9 @@ from benchmarks.host import host_rows
 from benchmarks.isolated_rank import IsolatedRank
 from benchmarks.timing import machine_name, time_in_turn
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
-from mindspeed_cp.ops.attention import GradientAccumulator, get_backend
-from mindspeed_cp.ops.attention.cuda.flash_operator import AtenFlashOperator, FlashArguments
+from mindspeed_cp.ops.attention.accumulators import GradientAccumulator
+from mindspeed_cp.ops.attention.backends import get_backend
+from mindspeed_cp.ops.attention.cuda.flash_attention import AtenFlashOperator, FlashArguments
 from mindspeed_cp.plan import document_mask
 
 DIRECTIONS = ("forward", "backward")

@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron_on_cpu import megatron_training_on_cpu
 
 if "MEGATRON_LM" in os.environ:  # at the end: megatron.core stays the installed one, the tree adds megatron.training
     sys.path.append(os.environ["MEGATRON_LM"])
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron import pretrain as planned
-from mindspeed_cp.megatron.patches.training_cpu import megatron_training_on_cpu
 
 DEFAULTS = {"tokenizer_type": "GPT2BPETokenizer"}
 

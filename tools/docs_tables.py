@@ -13,7 +13,8 @@ from pathlib import Path
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
 from mindspeed_cp.algorithms import ALGORITHMS, Algorithm, AlgorithmOption
 from mindspeed_cp.algorithms.registry import with_reduce_dtype
-from mindspeed_cp.device.versions import versions_md
+from mindspeed_cp.device.select import min_cann
+from mindspeed_cp.device.versions import LIMITS, tested_rows, version_text
 from mindspeed_cp.report.plan import PlanSummary
 from tools import convert_table, megatron_arguments, mindspeed_table, reliability
 from tools.capabilities import capabilities_md
@@ -86,7 +87,18 @@ def versions_page(page: str) -> str:
     before, mark, after = page.partition("<!-- make docs-tables -->\n")
     _, heading, rest = after.partition("\n## ")
     assert mark and heading
-    return f"{before}{mark}{versions_md()}{heading}{rest}"
+    packages = ("python", "torch", "torch-npu", "numpy", "megatron-core")
+    tables = "| Python | torch | torch-npu | NumPy | Megatron-core | tests passed |\n|---|---|---|---|---|---|\n"
+    for row in tested_rows():
+        tables += _row([str(row.get(name) or "-") for name in packages] + [f"{sum(row['suites'].values()):,}"])
+    tables += "\n| package | oldest | refused below, because | needed for |\n|---|---|---|---|\n"
+    for limit in LIMITS:
+        gap = "" if limit.gap is None else "; not from {} on until {}".format(*map(version_text, limit.gap))
+        tables += _row([limit.package, f"{version_text(limit.first)}{gap}", limit.why, limit.needed_for])
+    tables += "\n| torch-npu | oldest CANN |\n|---|---|\n"
+    for releases in ("2.7.1 and 2.8.0", "2.9.0 and later"):
+        tables += _row([releases, min_cann(releases.split(" ")[0])])
+    return f"{before}{mark}{tables}{heading}{rest}"
 
 
 #: File -> the function that returns its new text from its present one.

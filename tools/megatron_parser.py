@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import warnings
+from pathlib import Path
 
 
 def main() -> int:
@@ -18,7 +19,8 @@ def main() -> int:
     warnings.simplefilter("ignore")
     if tree := os.environ.get("MEGATRON_LM"):
         sys.path.append(tree)
-    from mindspeed_cp.megatron.patches.training_cpu import training_imports
+    sys.path.append(str(Path(__file__).parents[1] / "examples"))
+    from megatron_on_cpu import training_imports
 
     with training_imports():
         try:

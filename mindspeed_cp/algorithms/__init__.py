@@ -16,7 +16,6 @@ from mindspeed_cp.algorithms.registry import (
     algorithm_name_error,
     algorithm_options,
     build_plan,
-    check_options,
     register_algorithm,
 )
 from mindspeed_cp.algorithms.ring import build_ring
@@ -53,6 +52,5 @@ __all__ = [
     "algorithm_name_error",
     "algorithm_options",
     "build_plan",
-    "check_options",
     "register_algorithm",
 ]

@@ -35,10 +35,7 @@ def build_direct(
     """Direct fetches: every rank gets what it needs from each owner.
 
     Args:
-        documents: lengths of the documents, or of their queries in cross-attention.
-        kv_documents: lengths of the documents' keys and values.
-        topology: context-parallel ranks.
-        attention: attention of one layer.
+        documents, kv_documents, topology, attention: as for :func:`mindspeed_cp.build_plan`.
         prefetch: rounds in flight while one is computed; a rank has one receive buffer more.
         layout: "zigzag" (balanced under a causal mask), "contiguous" (balanced under a full mask, few messages under a
             window), or "balanced" (short documents stay whole)
@@ -59,10 +56,7 @@ def build_all_gather(
     """All-gather of the needed keys and values over all ranks.
 
     Args:
-        documents: lengths of the documents, or of their queries in cross-attention.
-        kv_documents: lengths of the documents' keys and values.
-        topology: context-parallel ranks.
-        attention: attention of one layer.
+        documents, kv_documents, topology, attention: as for :func:`mindspeed_cp.build_plan`.
         layout: "zigzag" (balanced under a causal mask), "contiguous" (balanced under a full mask, few messages under a
             window), or "balanced" (short documents stay whole).
     """

@@ -27,10 +27,7 @@ def build_ulysses(
     """Heads split over all ranks; the caller holds the packed row in equal shares.
 
     Args:
-        documents: lengths of the documents, or of their queries in cross-attention.
-        kv_documents: lengths of the documents' keys and values.
-        topology: context-parallel ranks.
-        attention: attention of one layer.
+        documents, kv_documents, topology, attention: as for :func:`mindspeed_cp.build_plan`.
     """
     return head_groups_ring("ulysses", documents, kv_documents, topology, attention, topology.ranks, "contiguous")
 
@@ -47,10 +44,7 @@ def build_hybrid(
     """Ulysses in groups of neighbouring ranks, a ring over the groups.
 
     Args:
-        documents: lengths of the documents, or of their queries in cross-attention.
-        kv_documents: lengths of the documents' keys and values.
-        topology: context-parallel ranks.
-        attention: attention of one layer.
+        documents, kv_documents, topology, attention: as for :func:`mindspeed_cp.build_plan`.
         ulysses_degree: ranks of a group; default: the largest divisor of the ranks of a node that is neither all ranks
             nor above the number of heads.
         layout: "zigzag" (balanced under a causal mask), "contiguous" (balanced under a full mask, few messages under a

@@ -22,11 +22,10 @@ class PlanCache:
     options.
 
     Rows repeat where documents are cut at the context, so that each chunk fills a row; rows of many short documents
-    practically never do. A cached plan was proved and prepared when it was made.
+    practically never do. A cached plan was proved and prepared when it was made. The newest plan always stays.
 
     Args:
         on_new_plan: called with every new plan before it is returned; None: nothing is called.
-        max_plans, max_tokens: bounds of the cache, in plans and in tokens of all plans; the newest plan always stays.
         build: makes a plan of the arguments of build_plan; None: build_plan.
 
     Attributes:
@@ -36,12 +35,9 @@ class PlanCache:
     def __init__(
         self,
         on_new_plan: Callable[[Plan], None] | None = None,
-        max_plans: int = MAX_PLANS,
-        max_tokens: int = MAX_CACHED_TOKENS,
         build: Callable[..., Plan] | None = None,
     ) -> None:
-        self._on_new_plan, self._max_plans, self._max_tokens = on_new_plan, max_plans, max_tokens
-        self._build = build
+        self._on_new_plan, self._build = on_new_plan, build
         self._plans: OrderedDict[tuple[Any, ...], tuple[Plan, ...]] = OrderedDict()
         self.hits = self.misses = 0
 
@@ -83,7 +79,7 @@ class PlanCache:
                 self._on_new_plan(plan)
         self.misses += 1
         self._plans[key] = plans
-        while len(self._plans) > 1 and (len(self) > self._max_plans or self.tokens > self._max_tokens):
+        while len(self._plans) > 1 and (len(self) > MAX_PLANS or self.tokens > MAX_CACHED_TOKENS):
             self._plans.popitem(last=False)
         return plans
 

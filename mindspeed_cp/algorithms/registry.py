@@ -160,24 +160,6 @@ def algorithm_name_error(name: object) -> str | None:
     return f"unknown algorithm; {did_you_mean(closest_names(name, names))}{valid}"
 
 
-def check_options(name: str, options: dict[str, object], ranks: int) -> None:
-    """Check options of an algorithm against the signature of its builder.
-
-    Raises:
-        ConfigError: an option is unknown, or its value has a wrong type or is out of range; names the valid values.
-    """
-    known = ALGORITHMS[ALIASES.get(name, name)].options
-    for key, value in options.items():
-        if key not in known:
-            hint = did_you_mean(closest_names(key, known))
-            valid = ", ".join(known) or "none"
-            valid += f"; {OPTION_HINTS[key]}" if key in OPTION_HINTS else ""
-            raise ConfigError(f"algorithm {name!r} has no option {key!r}; {hint}valid: {valid}")
-        problem = known[key].problem(value, ranks)
-        if problem is not None:
-            raise ConfigError(f"{key} is {short_repr(value)}; valid: {problem}")
-
-
 def build_plan(
     documents: Documents,
     topology: Topology,
@@ -207,12 +189,20 @@ def build_plan(
     check_type("topology", topology, Topology, "Topology(...)")
     check_type("attention", attention, AttentionConfig, "AttentionConfig(...)")
     name = algorithm_name(algorithm)
-    check_options(name, options, topology.ranks)
+    known = ALGORITHMS[name].options
+    for key, given in options.items():
+        if key not in known:
+            hint = did_you_mean(closest_names(key, known))
+            valid = ", ".join(known) + (f"; {OPTION_HINTS[key]}" if key in OPTION_HINTS else "")
+            raise ConfigError(f"algorithm {name!r} has no option {key!r}; {hint}valid: {valid}")
+        problem = known[key].problem(given, topology.ranks)
+        if problem is not None:
+            raise ConfigError(f"{key} is {short_repr(given)}; valid: {problem}")
     error = documents_error(documents, kv_documents, attention)
     if error is not None:
         raise ConfigError(error)
     # Counts of bytes of a plan, over all ranks and messages, are int64.
-    row = attention.expanded.kv_row.channels + attention.heads * (attention.head_dim + attention.head_dim_v)
+    row = (attention.kv_heads + attention.heads) * (attention.head_dim + attention.head_dim_v)
     upper_bound = row * (64 * documents.tokens + 16 * kv_documents.tokens * topology.ranks)
     if upper_bound >= 2**63:
         raise ConfigError(

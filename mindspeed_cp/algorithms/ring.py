@@ -82,10 +82,7 @@ def build_ring(
     """One ring over all ranks.
 
     Args:
-        documents: lengths of the documents, or of their queries in cross-attention.
-        kv_documents: lengths of the documents' keys and values.
-        topology: context-parallel ranks.
-        attention: attention of one layer.
+        documents, kv_documents, topology, attention: as for :func:`mindspeed_cp.build_plan`.
         layout: "zigzag" (balanced under a causal mask), "contiguous" (balanced under a full mask, few messages under a
             window), or "balanced" (short documents stay whole)
     """

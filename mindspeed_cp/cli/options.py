@@ -72,7 +72,7 @@ class CaseOptions:
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of drawn batches. Default: 0.")] = None
     cluster: Annotated[
         str | None,
-        typer.Option(help="A preset (docs/simulate.md lists them) or a YAML file. Default: of the settings, or a2."),
+        typer.Option(help="A preset, such as a3, or a YAML file. Default: of the settings, or a2."),
     ] = None
     ranks: Annotated[
         int | None,

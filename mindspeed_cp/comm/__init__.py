@@ -1,54 +1,7 @@
 """Carries tensors between ranks, on HCCL, NCCL and gloo, or within one process."""
 
-from mindspeed_cp.comm.directional_groups import (
-    DirectionalGroups,
-    close_directional_groups,
-    open_directional_groups,
-    warm_up,
-)
-from mindspeed_cp.comm.group_transport import (
-    DEFAULT_TIMEOUT,
-    GroupTransport,
-    Pending,
-    Transfer,
-    Transport,
-    checked_timeout,
-    staging_buffer,
-)
-from mindspeed_cp.comm.groups import comm_library, failure_reason, group_rank, group_size, has_library, resolve_group
-from mindspeed_cp.comm.in_memory import InMemoryNetwork, InMemoryPending, InMemoryTransport
-from mindspeed_cp.comm.redistribution import (
-    RankRedistribution,
-    RedistributionsInFlight,
-    as_row_index,
-    rank_redistribution,
-    start_redistributions,
-)
+from mindspeed_cp.comm.directional_groups import open_directional_groups, warm_up
+from mindspeed_cp.comm.group_transport import DEFAULT_TIMEOUT
+from mindspeed_cp.comm.groups import group_size, resolve_group
 
-__all__ = [
-    "DEFAULT_TIMEOUT",
-    "DirectionalGroups",
-    "GroupTransport",
-    "InMemoryNetwork",
-    "InMemoryPending",
-    "InMemoryTransport",
-    "Pending",
-    "RankRedistribution",
-    "RedistributionsInFlight",
-    "Transfer",
-    "Transport",
-    "as_row_index",
-    "checked_timeout",
-    "close_directional_groups",
-    "comm_library",
-    "failure_reason",
-    "group_rank",
-    "group_size",
-    "has_library",
-    "open_directional_groups",
-    "rank_redistribution",
-    "resolve_group",
-    "staging_buffer",
-    "start_redistributions",
-    "warm_up",
-]
+__all__ = ["DEFAULT_TIMEOUT", "group_size", "open_directional_groups", "resolve_group", "warm_up"]

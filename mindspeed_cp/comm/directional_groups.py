@@ -101,16 +101,6 @@ def _check_pair_buffer(text: str | None) -> None:
         )
 
 
-def close_directional_groups(group: dist.ProcessGroup | None = None) -> None:
-    """Destroy the directional groups of a group, if any. Every rank of the group must call it.
-    (destroy_process_group() without a group, at the end of a program, destroys them as well.)"""
-    parent = group if group is not None else dist.group.WORLD
-    directional = None if parent is None else OPEN_GROUPS.pop(parent, None)
-    if directional is not None:
-        dist.destroy_process_group(directional.to_higher)
-        dist.destroy_process_group(directional.to_lower)
-
-
 def warm_up(plan: Plan, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu") -> None:
     """Create the communicators that a plan needs before the first step. Every rank of the group must call it.
 
@@ -120,7 +110,7 @@ def warm_up(plan: Plan, group: dist.ProcessGroup | None = None, device: torch.de
 
     Args:
         plan: a plan like those that will run, for the ranks of the group. Edges of later plans are connected when they
-            first occur, in the same order (:class:`mindspeed_cp.comm.GroupTransport`).
+            first occur, in the same order (:class:`mindspeed_cp.comm.group_transport.GroupTransport`).
         group: None for the default group.
         device: device of the tensors to transfer.
 

@@ -131,8 +131,8 @@ class GroupTransport:
         self._is_hccl = library == "hccl"
 
     def post(self, transfers: Sequence[Transfer], all_to_all: bool = False) -> list[Pending]:
-        """Start transfers; see :meth:`mindspeed_cp.comm.Transport.post`. With ``all_to_all``, NCCL and HCCL run one
-        launch in the group instead of creating a communicator for each pair."""
+        """Start transfers; see :meth:`Transport.post`. With ``all_to_all``, NCCL and HCCL run one launch in the group
+        instead of creating a communicator for each pair."""
         directional = OPEN_GROUPS.get(self.group)  # not kept: they may be opened or closed between two calls
         if not self.is_gloo and (directional is None or all_to_all):
             return self._post_coalesced(transfers)
@@ -228,7 +228,7 @@ class _PendingWork(NamedTuple):
     work: Any
 
     def wait(self) -> None:
-        """See :class:`mindspeed_cp.comm.Pending`."""
+        """See :class:`Pending`."""
         transport = self.transport
         wait = partial(self.work.wait, transport.gloo_timeout) if transport.is_gloo else self.work.wait
         transport.attempt(self.transfer, wait)

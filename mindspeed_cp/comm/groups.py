@@ -22,17 +22,29 @@ HCCL_GROUP_OPTIONS = {
 }
 
 
-def group_size(group: dist.ProcessGroup | None) -> int:
+def group_size(group: dist.ProcessGroup | None, caller: str | None = None, ranks: int | None = None) -> int:
     """Return the number of ranks of a group; 1 if torch.distributed is not initialized and no group is given; -1 if
     this process is not in the group.
 
+    Args:
+        group: a group, or None for all processes.
+        caller: name of a function that only ranks of the group may call.
+        ranks: number of ranks of a plan, which the group must have.
+
     Raises:
-        ConfigError: the argument is not a group.
+        ConfigError: the argument is not a group; or, with a caller, this process is not in it, or it has another size.
     """
     # NON_GROUP_MEMBER is what new_group returns to a process outside the group.
     if not (group is None or isinstance(group, dist.ProcessGroup) or group is dist.GroupMember.NON_GROUP_MEMBER):
         raise ConfigError(f"group is {group!r}; valid: a torch.distributed.ProcessGroup, or None for all processes")
-    return 1 if _is_single_process(group) else dist.get_world_size(group)
+    size = 1 if _is_single_process(group) else dist.get_world_size(group)
+    if caller is not None and size < 0:
+        raise ConfigError(f"this process is not in the group; only the group's own ranks call {caller}")
+    if ranks is not None and size != ranks:
+        raise ConfigError(
+            f"the plan is for {ranks} ranks, but the group has {size}; build the plan for the group's size"
+        )
+    return size
 
 
 def group_rank(group: dist.ProcessGroup | None) -> int:

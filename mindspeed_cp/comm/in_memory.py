@@ -71,7 +71,7 @@ class InMemoryNetwork:
 
 
 class InMemoryTransport:
-    """The transport of one rank; see :class:`mindspeed_cp.comm.Transport`.
+    """The transport of one rank; see :class:`mindspeed_cp.comm.group_transport.Transport`.
 
     Attributes:
         rank: the rank.
@@ -99,7 +99,7 @@ class InMemoryTransport:
 
 
 class InMemoryPending:
-    """A posted transfer; see :class:`mindspeed_cp.comm.Pending`."""
+    """A posted transfer; see :class:`mindspeed_cp.comm.group_transport.Pending`."""
 
     __slots__ = ("_copied", "_network", "_opposite", "rank", "transfer")
 

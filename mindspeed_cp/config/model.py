@@ -155,15 +155,11 @@ class ModelSettings(Section):
 
     @property
     def expert_layers(self) -> int:
-        """Layers that have experts."""
-        return sum(map(self.has_experts, range(self.num_layers)))
-
-    def has_experts(self, layer: int) -> bool:
-        """Return True if a layer, counted from 0, has experts."""
+        """Layers that have experts: every N-th from the first one on, or those of the list."""
         if self.num_moe_experts is None:
-            return False
+            return 0
         pattern = self.moe_layer_freq
-        return bool(pattern[layer]) if isinstance(pattern, list) else layer % pattern == 0
+        return sum(pattern) if isinstance(pattern, list) else -(-self.num_layers // pattern)
 
     @property
     def window_layers(self) -> int:
@@ -175,22 +171,33 @@ class ModelSettings(Section):
         return self.num_layers - self.num_layers // (self.window_attn_skip_freq or self.num_layers + 1)
 
     @model_validator(mode="after")
-    def _check_window(self) -> ModelSettings:
-        if self.window_size is None:
-            self._check_default_unless("window_size", "a window", ("window_attn_skip_freq",))
-            return self
+    def _check(self) -> ModelSettings:
+        """Check that keys which need another one keep their defaults without it, and each feature that is on."""
+        has_window, has_experts = self.window_size is not None, self.num_moe_experts is not None
+        for is_on, key, value, names in (
+            (has_window, "window_size", "a window", ("window_attn_skip_freq",)),
+            (self.multi_latent_attention, "multi_latent_attention", "true", MLA_KEYS),
+            (has_experts, "num_moe_experts", "a number of experts", MOE_KEYS),
+        ):
+            for name in () if is_on else names:
+                if getattr(self, name) != type(self).model_fields[name].default:
+                    raise bad_value(name, getattr(self, name), f"has an effect only with {key}: {value}; remove it")
+        if has_window:
+            self._check_window()
+        if self.multi_latent_attention:
+            self._check_latent()
+        if has_experts:
+            self._check_experts()
+        return self
+
+    def _check_window(self) -> None:
         left, *right = self.window_size or [-2]
         if left < -1 or right not in ([0], [-1]):
             rule = "must be [left, 0]: left >= 0 tokens, -1 for no limit; a GPT does not see tokens to the right"
             raise bad_value("window_size", self.window_size, rule)
         self._check_pattern("window_attn_skip_freq")
-        return self
 
-    @model_validator(mode="after")
-    def _check_latent(self) -> ModelSettings:
-        if not self.multi_latent_attention:
-            self._check_default_unless("multi_latent_attention", "true", MLA_KEYS)
-            return self
+    def _check_latent(self) -> None:
         if self.position_embedding_type != "rope":
             rule = "must be rope with multi_latent_attention"
             raise bad_value("position_embedding_type", self.position_embedding_type, rule)
@@ -203,29 +210,17 @@ class ModelSettings(Section):
         if self.qk_pos_emb_head_dim % 2:
             rule = "must be even: rotary positions rotate pairs of channels"
             raise bad_value("qk_pos_emb_head_dim", self.qk_pos_emb_head_dim, rule)
-        return self
 
-    @model_validator(mode="after")
-    def _check_experts(self) -> ModelSettings:
-        experts = self.num_moe_experts
-        if experts is None:
-            self._check_default_unless("num_moe_experts", "a number of experts", MOE_KEYS)
-            return self
+    def _check_experts(self) -> None:
         self._check_pattern("moe_layer_freq")
-        if self.moe_router_topk > experts:
-            raise bad_value("moe_router_topk", self.moe_router_topk, f"must be at most num_moe_experts = {experts}")
+        if self.moe_router_topk > (self.num_moe_experts or 0):
+            rule = f"must be at most num_moe_experts = {self.num_moe_experts}"
+            raise bad_value("moe_router_topk", self.moe_router_topk, rule)
         if self.moe_router_topk == 1 and not self.moe_router_pre_softmax:
             rule = "needs moe_router_pre_softmax: true, without which the router gets no gradient; or use 2"
             raise bad_value("moe_router_topk", 1, rule)
         if self.add_bias_linear:
             raise bad_value("add_bias_linear", True, "must be false with num_moe_experts: experts have no biases")
-        return self
-
-    def _check_default_unless(self, key: str, value: str, names: tuple[str, ...]) -> None:
-        """Raise SettingError if a key that has an effect only with another one differs from its default."""
-        for name in names:
-            if getattr(self, name) != type(self).model_fields[name].default:
-                raise bad_value(name, getattr(self, name), f"has an effect only with {key}: {value}; remove it")
 
     def _check_pattern(self, name: str) -> None:
         """Raise SettingError unless a list has one entry per layer, 0 or 1."""

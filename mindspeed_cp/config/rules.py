@@ -7,6 +7,7 @@ Every rule raises an error of one line: setting, value, valid values, alternativ
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TypeVar
 
 from mindspeed_cp.cluster.cluster import cluster_of
 from mindspeed_cp.config.candidates import SUITE_SECTION, compared_settings
@@ -14,7 +15,7 @@ from mindspeed_cp.config.derived import whole_attention
 from mindspeed_cp.config.sections import POOL, Sections
 from mindspeed_cp.config.suite import TOKEN_CAP_OPTION, SuiteSettings, check_cluster, check_divides
 from mindspeed_cp.data.dispatch import POOL_ALGORITHM
-from mindspeed_cp.device.npu_limits import check_npu_limits
+from mindspeed_cp.device.npu_profile import check_npu_limits
 from mindspeed_cp.device.select import resolve_device_type
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import RANK_LIMIT, Topology
@@ -24,19 +25,30 @@ from mindspeed_cp.schema.unsupported import unsupported_attention
 VOCAB_SIZE_DIVISIBLE_BY = 16  # rows of the embedding are a multiple of this; tensor-parallel ranks share them
 BACKEND_KEY, POOL_KEY = f"{SUITE_SECTION}.backend", "data.balance"
 
+_S = TypeVar("_S", bound=Sections)
 
-def check(settings: Sections) -> None:
-    """Raise SettingError for the first settings that do not fit together."""
+
+def check(settings: _S) -> _S:
+    """Return the settings; raise SettingError for the first ones that do not fit together."""
     _check_heads(settings)
-    _check_tensor_parallel(settings)
-    _check_experts(settings)
+    _check_model_parallel(settings)
     _check_balance(settings)
-    _check_pool(settings)
     _check_placement(settings)
-    _check_cluster(settings)
     _check_attention(settings)
-    _check_schedule(settings)
-    _check_compared(settings)
+    train = settings.train
+    if train.min_lr > train.lr:
+        raise bad_value("train.min_lr", train.min_lr, f"must be at most train.lr = {train.lr:g}")
+    decay = train.lr_decay_iters or train.train_iters
+    if train.lr_warmup_iters >= decay:
+        name = "train.lr_decay_iters" if train.lr_decay_iters else "train.train_iters"
+        rule = f"must be less than {name} = {decay}; use 0 for no warm-up"
+        raise bad_value("train.lr_warmup_iters", train.lr_warmup_iters, rule)
+    for word in train.compare:
+        try:
+            compared_settings(settings, word)
+        except ConfigError as error:
+            raise bad_value("train.compare", word, f"cannot be used: {error}") from None
+    return settings
 
 
 def data_parallel_size(settings: Sections, world_size: int) -> int:
@@ -101,8 +113,9 @@ def _check_heads(settings: Sections) -> None:
         raise bad_value(key, value, rule)
 
 
-def _check_tensor_parallel(settings: Sections) -> None:
-    """Check that tensor-parallel ranks can share heads, widths and vocabulary, and have whole gradients once."""
+def _check_model_parallel(settings: Sections) -> None:
+    """Check that tensor-parallel ranks can share heads, widths and vocabulary, and have whole gradients once, and that
+    ranks can share the experts."""
     train, model = settings.train, settings.model
     size, has_latents = train.tensor_model_parallel_size, model.multi_latent_attention
     latents = (model.q_lora_rank or 0, model.kv_lora_rank + model.qk_pos_emb_head_dim) if has_latents else (0, 0)
@@ -132,20 +145,16 @@ def _check_tensor_parallel(settings: Sections) -> None:
     if model.num_moe_experts is not None and is_split:
         rule = f"must be true with experts and train.tensor_model_parallel_size = {size}, as Megatron requires"
         raise bad_value("train.sequence_parallel", False, rule)
-
-
-def _check_experts(settings: Sections) -> None:
-    """Check that ranks can share the experts."""
-    ranks, experts = settings.train.expert_model_parallel_size, settings.model.num_moe_experts
-    key = "train.expert_model_parallel_size"
-    if experts is not None:
-        check_divides(key, ranks, "model.num_moe_experts", experts)
+    ranks, key = train.expert_model_parallel_size, "train.expert_model_parallel_size"
+    if model.num_moe_experts is not None:
+        check_divides(key, ranks, "model.num_moe_experts", model.num_moe_experts)
     elif ranks > 1:
         raise bad_value(key, ranks, "needs experts to share; give model.num_moe_experts, or use 1")
 
 
 def _check_balance(settings: Sections) -> None:
-    model, balance = settings.model, settings.data.balance
+    """Check that losses stay the same where rows are repacked, and that a pool has an algorithm and groups for it."""
+    model, suite, balance = settings.model, settings.context_parallel_suite, settings.data.balance
     kind, weight = model.moe_router_load_balancing_type, model.moe_aux_loss_coeff
     if balance != "none" and model.num_moe_experts is not None and kind != "none" and weight:
         rule = (
@@ -154,20 +163,13 @@ def _check_balance(settings: Sections) -> None:
             "model.moe_aux_loss_coeff: 0"
         )
         raise bad_value("data.balance", balance, rule)
-
-
-def _check_pool(settings: Sections) -> None:
-    """Raise SettingError unless the settings fit to data.balance: pool, if they have it."""
-    suite = settings.context_parallel_suite
-    if settings.data.balance != POOL:
-        return
-    if suite.algorithm != POOL_ALGORITHM:
+    if balance == POOL and suite.algorithm != POOL_ALGORITHM:
         rule = (
             f"plans the documents of a step in groups of any size, which context_parallel_suite.algorithm = "
             f"{suite.algorithm} has not; use context_parallel_suite.algorithm: {POOL_ALGORITHM}, or {POOL_KEY}: time"
         )
         raise bad_value(POOL_KEY, POOL, rule)
-    if suite.p2p_groups == "directional":
+    if balance == POOL and suite.p2p_groups == "directional":
         rule = (
             "sends between any two ranks, and context_parallel_suite.p2p_groups = directional opens groups for "
             f"neighbours alone; use auto there, or {POOL_KEY}: time"
@@ -176,8 +178,9 @@ def _check_pool(settings: Sections) -> None:
 
 
 def _check_placement(settings: Sections) -> None:
-    """Check that all layers attend alike where documents are placed by the work of a layer."""
-    model, suite = settings.model, settings.context_parallel_suite
+    """Check that all layers attend alike where documents are placed by the work of a layer, that the cluster has such
+    nodes, and that the ranks may hold a full row."""
+    model, suite, context = settings.model, settings.context_parallel_suite, settings.data.seq_length
     placing = {"layout": suite.options.get("layout") == "balanced", "algorithm": suite.algorithm == "hierarchical"}
     for key, places in placing.items():
         if places and model.window_layers not in (0, model.num_layers):
@@ -186,11 +189,6 @@ def _check_placement(settings: Sections) -> None:
                 f"must hold the same rows; use {'zigzag' if key == 'layout' else 'direct'}, or windows in all layers"
             )
             raise bad_value(f"context_parallel_suite.{key}", "balanced" if key == "layout" else suite.algorithm, rule)
-
-
-def _check_cluster(settings: Sections) -> None:
-    """Check that the cluster has such nodes, and that the ranks may hold a full row."""
-    suite, context = settings.context_parallel_suite, settings.data.seq_length
     check_cluster(suite.cluster, suite.topology, "context_parallel_suite.cluster")
     bound, ranks = suite.options.get(TOKEN_CAP_OPTION), suite.context_parallel_size
     if bound is not None and ranks * bound < context:
@@ -227,26 +225,6 @@ def _check_attention(settings: Sections) -> None:
             raise error.with_prefix(f"{SUITE_SECTION}.") from None
         heads = max(1, attention.heads // train.tensor_model_parallel_size)
         check_npu_limits(replace(attention, heads=heads, kv_heads=heads), lowering)
-
-
-def _check_schedule(settings: Sections) -> None:
-    train = settings.train
-    if train.min_lr > train.lr:
-        raise bad_value("train.min_lr", train.min_lr, f"must be at most train.lr = {train.lr:g}")
-    name = "train.lr_decay_iters" if train.lr_decay_iters else "train.train_iters"
-    decay = train.lr_decay_iters or train.train_iters
-    if train.lr_warmup_iters >= decay:
-        rule = f"must be less than {name} = {decay}; use 0 for no warm-up"
-        raise bad_value("train.lr_warmup_iters", train.lr_warmup_iters, rule)
-
-
-def _check_compared(settings: Sections) -> None:
-    """Check the settings with each algorithm of train.compare."""
-    for word in settings.train.compare:
-        try:
-            compared_settings(settings, word)
-        except ConfigError as error:
-            raise bad_value("train.compare", word, f"cannot be used: {error}") from None
 
 
 def pool_topology(suite: SuiteSettings, replicas: int, local_ranks: int, tensor: int, key: str = POOL_KEY) -> Topology:

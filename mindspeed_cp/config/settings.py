@@ -34,10 +34,7 @@ QUICKSTART = Path(__file__).parent / "quickstart.yaml"
 class Settings(Sections):
     """Everything a training run needs; sections that do not fit together raise ConfigError."""
 
-    @model_validator(mode="after")
-    def _fits_together(self) -> Settings:
-        check(self)
-        return self
+    _fits_together = model_validator(mode="after")(check)
 
 
 def load_settings(
@@ -53,7 +50,8 @@ def load_settings(
     Raises:
         ConfigError: one line, `file:line: section.key = value: what is valid`; for an override `--set: ...`.
     """
-    return make_settings(override_settings(read_settings_file(path), overrides), notify)
+    file = read_settings_file(path)
+    return make_settings(override_settings(file, overrides) if overrides else file, notify)
 
 
 def override_settings(file: SettingsFile, overrides: Iterable[str]) -> SettingsFile:

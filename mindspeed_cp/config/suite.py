@@ -7,14 +7,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from mindspeed_cp.algorithms import (
     ALGORITHMS,
     ALIASES,
     AUTO,
     AlgorithmOption,
-    algorithm_name,
     algorithm_name_error,
 )
 from mindspeed_cp.cluster.cluster import cluster_of, load_cluster
@@ -183,13 +182,10 @@ class SuiteSettings(Section):
         for key in values:
             if key not in cls.model_fields and key not in options:
                 raise unknown_key(cls, key, key)
+        if "algorithm" in values:
+            values["algorithm"] = read_algorithm("algorithm", values["algorithm"])
         # null is the default of every option
         return {key: value for key, value in values.items() if key in cls.model_fields or value is not None}
-
-    @field_validator("algorithm", mode="before")
-    @classmethod
-    def _read_algorithm(cls, value: Any) -> str:
-        return read_algorithm("algorithm", value)
 
     @model_validator(mode="after")
     def _check_options(self) -> SuiteSettings:
@@ -218,12 +214,12 @@ class SuiteSettings(Section):
         return self
 
     @classmethod
-    def from_yaml(cls, path: str | Path, overrides: Iterable[str] = ()) -> SuiteSettings:
+    def from_yaml(cls, path: str | Path, overrides: Iterable[str] = (), ranks: int = 1) -> SuiteSettings:
         """Read the section from a YAML file that consists of it, or that has it as `context_parallel_suite:` (a
         settings file, or Megatron's own YAML).
 
         The context_parallel_size of Megatron's section `model_parallel` holds here too; two different sizes are an
-        error. Raises ConfigError, one line.
+        error. Where the file and the overrides give none, it is `ranks`. Raises ConfigError, one line.
         """
         file = apply_overrides(read_settings_file(path), overrides)
         name = "context_parallel_suite"
@@ -233,14 +229,15 @@ class SuiteSettings(Section):
             if unknown:
                 error = unknown_key(cls, unknown[0], unknown[0])
                 raise ConfigError(f"{file.location(unknown[0])}: there is no section {name}, and {error}")
-            return with_file_location(file, "", lambda: cls._of_known_cluster(file.data))
+            values = {"context_parallel_size": ranks, **file.data}
+            return with_file_location(file, "", lambda: cls._of_known_cluster(values))
         section = {} if file.data[name] is None else file.data[name]
         if not isinstance(section, dict):
             keys = list_keys(cls.key_names())
             raise ConfigError(f"{file.location(name)}: {name}: must be a section; {keys}")
         parallel = file.data.get("model_parallel")
         outer = parallel.get("context_parallel_size") if isinstance(parallel, dict) else None
-        if section.setdefault("context_parallel_size", outer or 1) != (outer or section["context_parallel_size"]):
+        if section.setdefault("context_parallel_size", outer or ranks) != (outer or section["context_parallel_size"]):
             key = f"{name}.context_parallel_size"
             rule = f"differs from model_parallel.context_parallel_size = {outer}; give the same, or only one"
             raise ConfigError(f"{file.location(key)}: {bad_value(key, section['context_parallel_size'], rule)}")
@@ -295,7 +292,7 @@ def read_algorithm(key: str, value: Any) -> str:
     problem = algorithm_name_error(value)
     if problem is not None:
         raise bad_value(key, value, problem.replace("valid: ", f"valid: {AUTO}, ", 1))
-    return algorithm_name(value)
+    return ALIASES.get(value, value)
 
 
 def options_by_name() -> dict[str, dict[str, AlgorithmOption]]:

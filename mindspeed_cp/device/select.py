@@ -187,8 +187,7 @@ def _check_release(setting: str, npu_version: str, torch_version: str) -> None:
     if _release(npu_version) != _release(torch_version):
         raise ConfigError(
             f"{setting}: torch_npu is {npu_version} and torch is {torch_version}; they must be of one release: pip "
-            f"install "
-            f"torch-npu=={_release(torch_version)}"
+            f"install torch-npu=={_release(torch_version)}"
         )
 
 

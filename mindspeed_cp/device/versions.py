@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mindspeed_cp.device.select import min_cann
 from mindspeed_cp.errors import INSTALL, ConfigError
 
 #: Oldest Megatron-core whose checkpoints `mindspeed-cp train` writes.
@@ -108,14 +107,15 @@ def version_status(limit: Limit, version: str | None) -> Status:
     if release is None:
         return Status(limit.package, version, "allowed", "a source tree whose version is unknown")
     if release < limit.first:
-        return Status(limit.package, version, "refused", f"needed is {_text(limit.first)} or later: {limit.why}")
+        return Status(limit.package, version, "refused", f"needed is {version_text(limit.first)} or later: {limit.why}")
     if limit.gap is not None and limit.gap[0] <= release < limit.gap[1]:
-        reason = f"needed is {_text(limit.first)}, or {_text(limit.gap[1])} or later: those between are not tested"
+        versions = f"{version_text(limit.first)}, or {version_text(limit.gap[1])} or later"
+        reason = f"needed is {versions}: those between are not tested"
         return Status(limit.package, version, "refused", reason)
     rows = [row for row in tested_rows() if row.get(limit.package) and set(limit.suites) <= set(row["suites"])]
     tested = sorted({str(row[limit.package]) for row in rows}, key=_key)
     short = 2 if limit.package == "python" else 3
-    if any((_numbers(known) or ())[:short] == release[:short] for known in tested):
+    if any(_key(known)[:short] == release[:short] for known in tested):
         return Status(limit.package, version, "tested", "")
     return Status(limit.package, version, "allowed", f"tested: {', '.join(tested) or 'none'}")
 
@@ -130,7 +130,7 @@ def require_megatron_of_train() -> None:
     version = installed_version(limit)
     release = None if version is None else _numbers(version)
     if release is not None and release < OLDEST_MEGATRON_OF_TRAIN:
-        oldest = ".".join(map(str, OLDEST_MEGATRON_OF_TRAIN))
+        oldest = version_text(OLDEST_MEGATRON_OF_TRAIN)
         raise ConfigError(
             f"megatron-core is {version}; valid for `mindspeed-cp train`: {oldest} or later, for whose formats its "
             "checkpoints are made; with an older one train by your own script (docs/megatron.md)"
@@ -140,37 +140,11 @@ def require_megatron_of_train() -> None:
 def version_report() -> list[Status]:
     """Return the status of every package of LIMITS, and of torch-npu beside another release of torch."""
     versions = {limit.package: installed_version(limit) for limit in LIMITS}
-    report = [version_status(limit, versions[limit.package]) for limit in LIMITS]
+    report = {limit.package: version_status(limit, versions[limit.package]) for limit in LIMITS}
     torch, npu = versions["torch"], versions["torch-npu"]
-    if torch and npu and (_numbers(torch) or ())[:3] != (_numbers(npu) or ())[:3]:
-        reason = f"torch is {torch}; they must be of one release"
-        report = [
-            Status("torch-npu", npu, "refused", reason) if status.package == "torch-npu" else status
-            for status in report
-        ]
-    return report
-
-
-def versions_md() -> str:
-    """Return the tables of docs/versions.md."""
-    head = "| Python | torch | torch-npu | NumPy | Megatron-core | tests passed |\n|---|---|---|---|---|---|\n"
-    names = ("python", "torch", "torch-npu", "numpy", "megatron-core")
-    rows = "".join(
-        "| "
-        + " | ".join(str(row.get(name) or "-") for name in names)
-        + " | "
-        + f"{sum(row['suites'].values()):,}"
-        + " |\n"
-        for row in tested_rows()
-    )
-    limits = "| package | oldest | refused below, because | needed for |\n|---|---|---|---|\n" + "".join(
-        f"| {limit.package} | {_text(limit.first)}{_gap_text(limit)} | {limit.why} | {limit.needed_for} |\n"
-        for limit in LIMITS
-    )
-    cann = "| torch-npu | oldest CANN |\n|---|---|\n" + "".join(
-        f"| {release} | {min_cann(release.split(' ')[0])} |\n" for release in ("2.7.1 and 2.8.0", "2.9.0 and later")
-    )
-    return f"{head}{rows}\n{limits}\n{cann}"
+    if torch and npu and _key(torch)[:3] != _key(npu)[:3]:
+        report["torch-npu"] = Status("torch-npu", npu, "refused", f"torch is {torch}; they must be of one release")
+    return [*report.values()]
 
 
 def version_in_source(origin: str | None) -> str | None:
@@ -182,12 +156,9 @@ def version_in_source(origin: str | None) -> str | None:
     return ".".join(parts[name] for name in ("MAJOR", "MINOR", "PATCH")) if len(parts) == 3 else None
 
 
-def _text(release: tuple[int, ...]) -> str:
+def version_text(release: tuple[int, ...]) -> str:
+    """Return the numbers of a release with points between them."""
     return ".".join(map(str, release))
-
-
-def _gap_text(limit: Limit) -> str:
-    return "" if limit.gap is None else f"; not from {_text(limit.gap[0])} on until {_text(limit.gap[1])}"
 
 
 def _numbers(version: str) -> tuple[int, ...] | None:

@@ -19,15 +19,9 @@ from mindspeed_cp.cluster.calibration import Measurement
 from mindspeed_cp.cluster.compute import ATTENTION_BACKWARD
 from mindspeed_cp.doctor.machine import synchronize
 from mindspeed_cp.layout import TOKEN_SPAN, Documents
-from mindspeed_cp.ops.attention import (
-    AttentionBackend,
-    BackwardState,
-    ForwardState,
-    GradientAccumulator,
-    Heads,
-    OutputAccumulator,
-    get_backend,
-)
+from mindspeed_cp.ops.attention.accumulators import GradientAccumulator, OutputAccumulator
+from mindspeed_cp.ops.attention.backends import get_backend
+from mindspeed_cp.ops.attention.contract import AttentionBackend, BackwardState, ForwardState, Heads
 from mindspeed_cp.ops.attention.cuda.backend import CudaAttention
 from mindspeed_cp.plan import AttentionConfig
 from mindspeed_cp.plan.tiles import count_pairs, tiles_between

@@ -1,7 +1,7 @@
 """The place of this process among the ranks that torchrun started, and speeds of their links: pairs, and many sizes.
 
-Messages use the transport of the engine (:class:`mindspeed_cp.comm.GroupTransport`): HCCL between NPUs, NCCL between
-GPUs, gloo between CPUs. `mindspeed-cp calibrate` fits a cluster to the messages of many sizes.
+Messages use the transport of the engine (:class:`mindspeed_cp.comm.group_transport.GroupTransport`): HCCL between
+NPUs, NCCL between GPUs, gloo between CPUs. `mindspeed-cp calibrate` fits a cluster to the messages of many sizes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from mindspeed_cp.algorithms import build_plan
 from mindspeed_cp.cluster.calibration import Measurement
-from mindspeed_cp.comm import GroupTransport, Transfer, warm_up
+from mindspeed_cp.comm.directional_groups import warm_up
+from mindspeed_cp.comm.group_transport import GroupTransport, Transfer
 from mindspeed_cp.device.open_files import check_open_files, raise_limit
 from mindspeed_cp.device.select import set_hccl_timeouts
 from mindspeed_cp.doctor.machine import GROUP_LIBRARIES, synchronize

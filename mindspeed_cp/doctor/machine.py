@@ -16,7 +16,7 @@ from mindspeed_cp.device import open_files
 from mindspeed_cp.device.select import cann_problem, cann_version, load_cuda, load_npu, unknown_cann_note
 from mindspeed_cp.device.versions import Status
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.ops.attention import BACKENDS
+from mindspeed_cp.ops.attention.backends import BACKENDS
 from mindspeed_cp.ops.attention.cuda.flash4 import flash_4_unavailable_reason
 
 PACKAGES = ("transformer-engine", "pydantic", "triton", "triton-ascend", "flash-attn-4")  # beside those with limits

@@ -14,16 +14,13 @@ from torch import Tensor
 from mindspeed_cp.algorithms import build_plan
 from mindspeed_cp.engine import attend_in_process
 from mindspeed_cp.layout import Documents
-from mindspeed_cp.ops.attention import (
-    AttentionBackend,
-    attention,
-    attention_backward,
-    backend_for_device,
-    dense_packed_attention,
-)
+from mindspeed_cp.ops.attention.backends import backend_for_device
+from mindspeed_cp.ops.attention.contract import AttentionBackend
 from mindspeed_cp.ops.attention.cuda.backend import CudaAttention
 from mindspeed_cp.ops.attention.npu.backend import NpuAttention
 from mindspeed_cp.ops.attention.npu.fused_operator import FusedOperator
+from mindspeed_cp.ops.attention.operator import attention, attention_backward
+from mindspeed_cp.ops.attention.reference import dense_packed_attention
 from mindspeed_cp.plan import AttentionConfig, Plan, Topology
 
 #: Maximum difference to fp64, relative to max(1, largest value of the reference). bf16 has 8 significant bits: half a

@@ -37,22 +37,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mindspeed_cp import __version__
-from mindspeed_cp.comm import (
-    DEFAULT_TIMEOUT,
-    checked_timeout,
-    comm_library,
-    failure_reason,
-    group_rank,
-    group_size,
-    has_library,
-    resolve_group,
-)
+from mindspeed_cp.comm.group_transport import DEFAULT_TIMEOUT, checked_timeout
+from mindspeed_cp.comm.groups import comm_library, failure_reason, group_rank, group_size, has_library, resolve_group
 from mindspeed_cp.engine.plan_cache import kept_with_plan
 from mindspeed_cp.engine.profile_ranges import profile_range
 from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.ops.attention.contract import DropoutKey
 from mindspeed_cp.plan import AttentionConfig, Plan
 from mindspeed_cp.schema.messages import name_ranks
+from mindspeed_cp.schema.numbers import check_type
 
 RELEASE = __version__  # of this package on this rank: another one may plan otherwise
 SHOWN_BYTES = 200  # of a value in an error
@@ -87,16 +80,11 @@ def check_agreement(
             attention, algorithm, layout, program or dtype.
         PeerError: a rank died or did not call it.
     """
-    if not isinstance(plan, Plan):
-        raise ConfigError(f"plan is {plan!r}; valid: a Plan, from build_plan")
-    if not isinstance(dtype, torch.dtype):
-        raise ConfigError(f"dtype is {dtype!r}; valid: a torch.dtype, that of q")
-    limit, ranks = checked_timeout(timeout), group_size(group)
-    if ranks < 0:
-        raise ConfigError("this process is not in the group; only the group's own ranks call check_agreement")
-    if ranks == 1:
-        return
-    compare_plans(plan, {"dtype": str(dtype)}, group, device, limit)
+    check_type("plan", plan, Plan, "a Plan, from build_plan")
+    check_type("dtype", dtype, torch.dtype, "a torch.dtype, that of q")
+    limit = checked_timeout(timeout)
+    if group_size(group, "check_agreement") > 1:
+        compare_plans(plan, {"dtype": str(dtype)}, group, device, limit)
 
 
 def compare_plans(

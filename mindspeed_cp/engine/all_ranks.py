@@ -1,8 +1,8 @@
 """All ranks of a plan in one process and one thread: for tests, notebooks, and devices of which there is only one.
 
 Every rank runs the same computation as in :func:`mindspeed_cp.context_parallel_attention`, messages and redistributions
-included, over an :class:`mindspeed_cp.comm.InMemoryNetwork`. Ranks take turns: a rank runs until it has to wait, and
-continues when everything that it waits for has been posted. The order is deterministic.
+included, over an :class:`mindspeed_cp.comm.in_memory.InMemoryNetwork`. Ranks take turns: a rank runs until it has to
+wait, and continues when everything that it waits for has been posted. The order is deterministic.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from mindspeed_cp.comm import InMemoryNetwork, InMemoryPending
+from mindspeed_cp.comm.in_memory import InMemoryNetwork, InMemoryPending
 from mindspeed_cp.engine.attention import (
     SAVED_TENSORS,
     LayerWeights,
@@ -35,9 +34,10 @@ from mindspeed_cp.engine.program_run import Run
 from mindspeed_cp.engine.rank_context import rank_context
 from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.layout import ragged_arange
-from mindspeed_cp.ops.attention import AttentionBackend, backend_for_device
-from mindspeed_cp.ops.attention.contract import DropoutKey
+from mindspeed_cp.ops.attention.backends import backend_for_device
+from mindspeed_cp.ops.attention.contract import AttentionBackend, DropoutKey
 from mindspeed_cp.plan import Plan, document_mask
+from mindspeed_cp.schema.numbers import check_type
 
 Result = TypeVar("Result")
 
@@ -47,7 +47,7 @@ class Stepping:
     """Order in which ranks run, and when messages are copied.
 
     Attributes:
-        lazy: when messages are copied, see :class:`mindspeed_cp.comm.InMemoryNetwork`.
+        lazy: when messages are copied, see :class:`mindspeed_cp.comm.in_memory.InMemoryNetwork`.
         seed: None resumes the ranks in ascending order, one step each; a number draws the next rank at random.
         around: called with a rank; context that is entered whenever the rank runs, for instance to measure it.
     """
@@ -93,39 +93,7 @@ def run_all_ranks(
     return [results[rank] for rank in range(len(runs))]
 
 
-def attend_all_ranks(
-    q: Sequence[Tensor],
-    k: Sequence[Tensor],
-    v: Sequence[Tensor],
-    plan: Plan,
-    backend: str | AttentionBackend | None = None,
-    dropout_key: DropoutKey | None = None,
-    training: bool = True,
-    stepping: Stepping | None = None,
-    sink: Tensor | None = None,
-    kv_up: Tensor | None = None,
-) -> list[Tensor]:
-    """Run :func:`mindspeed_cp.context_parallel_attention` for all ranks of a plan in this process. Differentiable; the
-    backward runs for all ranks at once.
-
-    Args:
-        q, k, v: for each rank its rows, as for :func:`mindspeed_cp.context_parallel_attention`.
-        plan, backend, dropout_key, training, sink, kv_up: as there; gradients of the last two are those of all ranks.
-        stepping: order in which the ranks run.
-
-    Returns:
-        For each rank its output.
-
-    Raises:
-        ConfigError: a shape, a type or the backend does not fit the plan.
-        PeerError: the plan dead-locks, or the two ends of a message do not match.
-    """
-    calls = _checked_calls(q, k, v, plan, backend, dropout_key, training)
-    weights = checked_weights(plan, q[0], sink, kv_up)
-    return list(_AllRanks.apply(calls, stepping or Stepping(), *weights, *q, *k, *v))
-
-
-def _checked_calls(
+def checked_calls(
     q: Sequence[Tensor],
     k: Sequence[Tensor],
     v: Sequence[Tensor],
@@ -134,16 +102,15 @@ def _checked_calls(
     dropout_key: DropoutKey | None,
     training: bool,
 ) -> list[RankCall]:
-    """Check the arguments of :func:`attend_all_ranks`, and return the call of each rank, without a transport."""
-    if not isinstance(plan, Plan):
-        raise ConfigError(f"plan is {plan!r}; valid: a Plan, from build_plan")
+    """Check the rows and options of all ranks, and return the call of each rank, without a transport."""
+    check_type("plan", plan, Plan, "a Plan, from build_plan")
     if not len(q) == len(k) == len(v) == plan.ranks:
         raise ConfigError(
             f"the plan is for {plan.ranks} ranks, but q, k and v are lists of {len(q)}, {len(k)} and {len(v)} tensors; "
             "valid: one tensor per rank"
         )
     for tensors in zip(q, k, v, strict=True):
-        check_types(*tensors)
+        check_types(*tensors, plan)
     check_options(training)
     runner = backend_for_device(q[0].device.type, backend)
     contexts = [rank_context(plan, rank, runner, q[0].dtype, q[0].device) for rank in range(plan.ranks)]
@@ -153,33 +120,7 @@ def _checked_calls(
     return [RankCall(plan, context, runner, None, key) for context in contexts]
 
 
-class _AllRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        calls: Sequence[RankCall],
-        stepping: Stepping,
-        sink: Tensor | None,
-        kv_up: Tensor | None,
-        *qkv: Tensor,
-    ) -> tuple[Tensor, ...]:
-        results = _run_forward(calls, stepping, qkv, LayerWeights(sink, kv_up))
-        ctx.save_for_backward(*(x for _, saved, _ in results for x in saved))
-        ctx.call = calls, stepping, [states for *_, states in results]
-        return tuple(out for out, *_ in results)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *dout: Tensor) -> tuple[Tensor | None, ...]:
-        calls, stepping, backend_states = ctx.call
-        saved = ctx.saved_tensors
-        count = len(saved) // len(calls)
-        saved_of_ranks = [saved[count * rank : count * (rank + 1)] for rank in range(len(calls))]
-        gradients, weights = _run_backward(calls, stepping, dout, saved_of_ranks, backend_states)
-        return None, None, *weights, *gradients
-
-
-def _run_forward(
+def run_forward(
     calls: Sequence[RankCall], stepping: Stepping, qkv: Sequence[Tensor], weights: LayerWeights
 ) -> list[tuple[Tensor, Sequence[Any], Sequence[Any]]]:
     """Run the forward of all ranks, with q of all ranks, then k, then v."""
@@ -193,7 +134,7 @@ def _run_forward(
         return run_all_ranks(runs, network, stepping)
 
 
-def _run_backward(
+def run_backward(
     calls: Sequence[RankCall],
     stepping: Stepping,
     dout: Sequence[Tensor],
@@ -262,7 +203,9 @@ def attend_in_process(
         k, v: [tokens, kv_heads, head_dim] and [tokens, kv_heads, head_dim_v]; in cross-attention, tokens of the keys.
             For a plan with latents, the shared channels and the latents, [tokens, 1, channels] each.
         dout: gradient of the output [tokens, heads, head_dim_v].
-        backend, dropout_key, training, stepping, sink, kv_up: as for :func:`attend_all_ranks`.
+        backend, dropout_key, training, sink, kv_up: as for :func:`mindspeed_cp.context_parallel_attention`; the
+            gradients of the last two are those of all ranks.
+        stepping: order in which the ranks run.
 
     Raises:
         ConfigError: a shape, a type or the backend does not fit the plan.
@@ -272,14 +215,14 @@ def attend_in_process(
     qs, ks, vs = (
         [layout.shard(x, rank) for rank in range(ranks)] for x, layout in zip((q, k, v), layouts, strict=True)
     )
-    calls = _checked_calls(qs, ks, vs, plan, backend, dropout_key, training)
-    results = _run_forward(calls, stepping, [*qs, *ks, *vs], checked_weights(plan, q, sink, kv_up))
+    calls = checked_calls(qs, ks, vs, plan, backend, dropout_key, training)
+    results = run_forward(calls, stepping, [*qs, *ks, *vs], checked_weights(plan, q, sink, kv_up))
     saved = [saved for _, saved, _ in results]
     out, lse = plan.layout.unshard([out for out, *_ in results]), _whole_lse(plan, saved)
     if dout is None:
         return WholeResult(out, lse, None, None, None)
     douts = [plan.layout.shard(dout, rank) for rank in range(ranks)]
-    gradients, weights = _run_backward(calls, stepping, douts, saved, [states for *_, states in results])
+    gradients, weights = run_backward(calls, stepping, douts, saved, [states for *_, states in results])
     dq, dk, dv = (layout.unshard(gradients[ranks * i : ranks * (i + 1)]) for i, layout in enumerate(layouts))
     return WholeResult(out, lse, dq, dk, dv, *weights)
 

@@ -12,21 +12,20 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_cp.comm import DEFAULT_TIMEOUT, Transport
+from mindspeed_cp.comm.group_transport import DEFAULT_TIMEOUT, Transport
 from mindspeed_cp.engine.agreement import CallAgreement
 from mindspeed_cp.engine.program_run import ProgramRun, Run, SlotReader, redistribute, run_interleaved, run_to_end
-from mindspeed_cp.engine.rank_context import REDISTRIBUTION_TAGS, RankContext, bind_rank, join_rows
-from mindspeed_cp.engine.rank_schedule import RankSchedule
+from mindspeed_cp.engine.rank_context import REDISTRIBUTION_TAGS, RankContext, RankSchedule, bind_rank, join_rows
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.ops.attention import (
+from mindspeed_cp.ops.attention.accumulators import GradientAccumulator, OutputAccumulator
+from mindspeed_cp.ops.attention.contract import (
     AttentionBackend,
     BackwardState,
+    DropoutKey,
     ForwardState,
-    GradientAccumulator,
     Heads,
-    OutputAccumulator,
+    checked_dropout_key,
 )
-from mindspeed_cp.ops.attention.contract import DropoutKey, checked_dropout_key
 from mindspeed_cp.ops.attention.latent import LatentExpansion, checked_up_projection
 from mindspeed_cp.ops.attention.sink import add_sink, checked_sink, sink_gradient
 from mindspeed_cp.ops.rows import take_rows
@@ -93,9 +92,7 @@ def context_parallel_attention(
         PeerError: the neighbor that this rank waited for died or did not answer within `timeout`. The error names it;
             the neighbor may itself have waited for another rank.
     """
-    check_types(q, k, v)
-    if not isinstance(plan, Plan):
-        raise ConfigError(f"plan is {plan!r}; valid: a Plan, from build_plan")
+    check_types(q, k, v, plan)
     check_options(training, batch_digest)
     context, runner, transport, agreement = bind_rank(plan, group, backend, timeout, q.dtype, q.device)
     key = checked_key(plan, dropout_key) if training and plan.attention.dropout else None
@@ -131,9 +128,7 @@ def context_parallel_latent_attention(
     Raises:
         ConfigError, PeerError: as there.
     """
-    check_types(q, shared, latent)
-    if not isinstance(plan, Plan):
-        raise ConfigError(f"plan is {plan!r}; valid: a Plan, from build_plan")
+    check_types(q, shared, latent, plan)
     for name, x in (("shared", shared), ("latent", latent)):
         if x.dim() != 2:
             raise ConfigError(f"{name} has shape {list(x.shape)}; valid: [rows, channels]")
@@ -163,14 +158,16 @@ def checked_key(plan: Plan, key: DropoutKey | None) -> DropoutKey:
     return checked_dropout_key(key)
 
 
-def check_types(q: object, k: object, v: object) -> None:
-    """Check that q, k and v are tensors of rows in memory."""
+def check_types(q: object, k: object, v: object, plan: object) -> None:
+    """Check that q, k and v are tensors of rows in memory, and the plan is one."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise ConfigError(f"{name} is a {type(x).__name__}; valid: a torch.Tensor")
         if x.layout != torch.strided or x.is_nested or x.is_quantized:
             kind = "nested" if x.is_nested else "quantized" if x.is_quantized else f"of layout {x.layout}"
             raise ConfigError(f"{name} is {kind}; valid: a dense torch.Tensor, for example {name}.to_dense()")
+    if not isinstance(plan, Plan):
+        raise ConfigError(f"plan is {plan!r}; valid: a Plan, from build_plan")
 
 
 def check_options(training: object, batch_digest: object = None) -> None:

@@ -23,15 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mindspeed_cp.comm import (
-    DEFAULT_TIMEOUT,
-    GroupTransport,
-    Transfer,
-    as_row_index,
-    group_rank,
-    has_library,
-    resolve_group,
-)
+from mindspeed_cp.comm.group_transport import DEFAULT_TIMEOUT, GroupTransport, Transfer
+from mindspeed_cp.comm.groups import group_rank, has_library, resolve_group
+from mindspeed_cp.comm.redistribution import as_row_index
 from mindspeed_cp.errors import CorruptionError
 from mindspeed_cp.layout import ragged_arange
 from mindspeed_cp.ops.attention.contract import DropoutKey

@@ -2,43 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_cp.comm import RankRedistribution, Transport, rank_redistribution
+from mindspeed_cp.comm.group_transport import Transport
+from mindspeed_cp.comm.redistribution import RankRedistribution, rank_redistribution
 from mindspeed_cp.engine.plan_cache import kept_with_plan
 from mindspeed_cp.engine.program_run import Run, redistribute, run_to_end
 from mindspeed_cp.layout import Redistribution, sequence_parallel_layout
 from mindspeed_cp.plan import Plan
 
-
-@dataclass(frozen=True)
-class HiddenRedistribution:
-    """The redistributions of one rank between `plan.linear_layout` and `plan.layout`.
-
-    Attributes:
-        to_attention: from linear layers to attention.
-        to_linear: from attention to linear layers.
-    """
-
-    to_attention: RankRedistribution
-    to_linear: RankRedistribution
-
-    @property
-    def reversed(self) -> HiddenRedistribution:
-        """The same redistributions in the opposite direction."""
-        return HiddenRedistribution(self.to_linear, self.to_attention)
+#: Redistributions of one rank there and back: from linear layers to attention and the reverse, or these two reversed.
+ThereAndBack = tuple[RankRedistribution, RankRedistribution]
 
 
 def hidden_redistribution(
     plan: Plan, rank: int, device: torch.device, shares: int = 1, multiple: int = 1
-) -> HiddenRedistribution:
-    """Return the redistributions of a rank, with row numbers on a device. The first call computes them; they are kept
-    as long as the plan lives.
+) -> ThereAndBack:
+    """Return the redistributions of a rank between `plan.linear_layout` and `plan.layout`, with row numbers on a
+    device. The first call computes them; they are kept as long as the plan lives.
 
     Args:
         plan: a plan with a linear layout.
@@ -54,18 +39,17 @@ def hidden_redistribution(
         linear, layout = (x if shares == 1 else sequence_parallel_layout(x, *sharing) for x in layouts)
         return Redistribution(linear, layout, 1)
 
-    def rank_redistributions() -> HiddenRedistribution:
+    def rank_redistributions() -> ThereAndBack:
         both = kept_with_plan(plan, ("hidden states", *sharing), redistribution)
-        to_attention, to_linear = (rank_redistribution(both, rank, device, adjoint=back) for back in (False, True))
-        return HiddenRedistribution(to_attention, to_linear)
+        return rank_redistribution(both, rank, device), rank_redistribution(both, rank, device, adjoint=True)
 
     return kept_with_plan(plan, ("hidden states", rank, device, *sharing), rank_redistributions)
 
 
 def redistribute_hidden(
-    x: Tensor, hidden: HiddenRedistribution, transport: Transport | None, label: str = "hidden states"
+    x: Tensor, hidden: ThereAndBack, transport: Transport | None, label: str = "hidden states"
 ) -> Tensor:
-    """Convert rows of linear layers to rows of attention, or the reverse with `hidden.reversed`. Gradients travel in
+    """Convert rows of linear layers to rows of attention, or the reverse with `hidden[::-1]`. Gradients travel in
     the opposite direction.
 
     Every rank of the group must call it and run its backward, including ranks without rows.
@@ -88,15 +72,15 @@ def redistribute_hidden(
 
 class _RedistributeHidden(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, hidden: HiddenRedistribution, transport: Transport | None, label: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, hidden: ThereAndBack, transport: Transport | None, label: str) -> Tensor:
         ctx.call = hidden, transport, label
-        return run_to_end(redistribute_rows(x, hidden.to_attention, transport, label))
+        return run_to_end(redistribute_rows(x, hidden[0], transport, label))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         hidden, transport, label = ctx.call
-        run = redistribute_rows(gradient, hidden.to_linear, transport, f"gradients of {label}")
+        run = redistribute_rows(gradient, hidden[1], transport, f"gradients of {label}")
         return run_to_end(run), None, None, None
 
 

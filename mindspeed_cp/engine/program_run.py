@@ -14,17 +14,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mindspeed_cp.comm import (
-    Pending,
-    RankRedistribution,
-    Transfer,
-    Transport,
-    staging_buffer,
-    start_redistributions,
-)
+from mindspeed_cp.comm.group_transport import Pending, Transfer, Transport, staging_buffer
+from mindspeed_cp.comm.redistribution import RankRedistribution, start_redistributions
 from mindspeed_cp.engine.profile_ranges import profile_range
-from mindspeed_cp.engine.rank_schedule import P2POp, RankSchedule
-from mindspeed_cp.ops.attention import AttentionBackend, BackwardState, ForwardState, GradientAccumulator
+from mindspeed_cp.engine.rank_context import P2POp, RankSchedule
+from mindspeed_cp.ops.attention.accumulators import GradientAccumulator
+from mindspeed_cp.ops.attention.contract import AttentionBackend, BackwardState, ForwardState
 from mindspeed_cp.ops.attention.latent import LatentExpansion
 from mindspeed_cp.ops.rows import RowIndex, put_rows, take_rows
 from mindspeed_cp.plan import AttentionConfig

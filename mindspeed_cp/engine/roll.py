@@ -11,17 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mindspeed_cp.comm import (
-    DEFAULT_TIMEOUT,
-    GroupTransport,
-    RankRedistribution,
-    Transport,
-    as_row_index,
-    checked_timeout,
-    group_rank,
-    group_size,
-    rank_redistribution,
-)
+from mindspeed_cp.comm.group_transport import DEFAULT_TIMEOUT, GroupTransport, Transport, checked_timeout
+from mindspeed_cp.comm.groups import group_rank, group_size
+from mindspeed_cp.comm.redistribution import RankRedistribution, as_row_index, rank_redistribution
 from mindspeed_cp.engine.agreement import CallAgreement
 from mindspeed_cp.engine.plan_cache import kept_with_plan
 from mindspeed_cp.engine.program_run import Run, redistribute, run_to_end
@@ -29,7 +21,7 @@ from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Layout, Roll
 from mindspeed_cp.ops.rows import RowIndex, put_rows
 from mindspeed_cp.plan import Plan
-from mindspeed_cp.schema.numbers import is_int
+from mindspeed_cp.schema.numbers import check_type, is_int
 
 
 @dataclass(frozen=True)
@@ -37,12 +29,10 @@ class RankRoll:
     """What one rank does in a roll in one direction.
 
     Attributes:
-        rows: number of rows of this rank.
         redistribution: from the rows that others get to the rows that this rank gets.
         target_rows: where these go; other rows are filled.
     """
 
-    rows: int
     redistribution: RankRedistribution
     target_rows: RowIndex
 
@@ -51,11 +41,8 @@ def rank_roll(layout: Layout, shift: int, rank: int, device: torch.device) -> Ra
     """Return what a rank does in the roll of a layout, with row numbers on a device."""
     roll = Roll(layout, shift)
     target = roll.target_rows(rank)
-    return RankRoll(
-        int(layout.token_counts[rank]),
-        rank_redistribution(roll.redistribution, rank, device, rows=roll.source_rows(rank)),
-        as_row_index(target, target * 0 + 1, device),
-    )
+    moved = rank_redistribution(roll.redistribution, rank, device, rows=roll.source_rows(rank))
+    return RankRoll(moved, as_row_index(target, target * 0 + 1, device))
 
 
 def roll_run(x: Tensor, roll: RankRoll, transport: Transport | None, fill: float, label: str) -> Run[Tensor]:
@@ -99,17 +86,10 @@ def context_parallel_roll(
         ConfigError: the rows, the shift or the group do not fit the plan, or ranks have different plans.
         PeerError: a peer died or did not answer in time.
     """
-    if not isinstance(plan, Plan):
-        raise ConfigError(f"plan is {plan!r}; valid: a Plan, from build_plan")
+    check_type("plan", plan, Plan, "a Plan, from build_plan")
     if not is_int(shift):
         raise ConfigError(f"shift is {shift!r}; valid: an integer, the number of tokens")
-    ranks = group_size(group)
-    if ranks < 0:
-        raise ConfigError("this process is not in the group; only the group's own ranks call context_parallel_roll")
-    if ranks != plan.ranks:
-        raise ConfigError(
-            f"the plan is for {plan.ranks} ranks, but the group has {ranks}; build the plan for the group's size"
-        )
+    ranks = group_size(group, "context_parallel_roll", plan.ranks)
     rank = group_rank(group) if ranks > 1 else 0
     rows = int(plan.batch_layout.token_counts[rank])
     if not isinstance(x, Tensor) or x.dim() < 1 or len(x) != rows:

@@ -240,7 +240,7 @@ class Documents:
     def tree_numbers(self) -> np.ndarray:
         """Number of the tree that each document is in; a document without parent and children is one by itself; int64
         [documents]."""
-        return np.cumsum(self.parents < 0) - 1
+        return np.arange(len(self)) if self.trees is None else np.cumsum(self.trees.parents < 0) - 1
 
     def tree_sums(self, values: np.ndarray) -> np.ndarray:
         """Sum values of documents over each tree, [documents] to [trees]."""

@@ -93,7 +93,7 @@ class Layout:
 
     def head_counts(self, heads: int) -> np.ndarray:
         """Return the number of heads of each rank, int64 [ranks]; `heads` is the total number."""
-        return np.diff(self.head_bounds(heads), axis=1)[:, 0]
+        return np.full(self.ranks, heads) if self.heads is None else self.heads[:, 1] - self.heads[:, 0]
 
     def with_heads(self, heads: np.ndarray) -> Layout:
         """Return a layout of the same tokens with one range of heads for each rank, [ranks, 2]."""

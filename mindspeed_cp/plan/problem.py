@@ -12,7 +12,7 @@ import numpy as np
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.schema.messages import short_repr
-from mindspeed_cp.schema.numbers import check_count, is_int, to_plain_integers
+from mindspeed_cp.schema.numbers import check_count, is_int
 from mindspeed_cp.schema.unsupported import BLOCKS_NEED, CAUSAL_CROSS_ATTENTION, TREES_NEED
 
 MASKS = ("causal", "full")
@@ -46,12 +46,12 @@ class Topology:
 
     def __post_init__(self) -> None:
         for name in ("nodes", "ranks_per_node"):
-            check_count(f"Topology.{name}", getattr(self, name), most=RANK_LIMIT)
+            number = check_count(f"Topology.{name}", getattr(self, name), most=RANK_LIMIT)
+            object.__setattr__(self, name, number)
         if self.cluster is not None and not isinstance(self.cluster, str):
             raise ConfigError(
                 f"Topology.cluster is {self.cluster!r}; valid: the name of a preset, a YAML file, or None"
             )
-        to_plain_integers(self, "nodes", "ranks_per_node")
         check_count("Topology.nodes * ranks_per_node", self.nodes * self.ranks_per_node, most=RANK_LIMIT)
 
     @classmethod
@@ -160,7 +160,8 @@ class AttentionConfig:
         if isinstance(self.latent, list):
             object.__setattr__(self, "latent", tuple(self.latent))
         self.check()
-        to_plain_integers(self, "heads", "kv_heads", "head_dim", "head_dim_v", "first_head")
+        for name in ("heads", "kv_heads", "head_dim", "head_dim_v", "first_head"):
+            object.__setattr__(self, name, int(getattr(self, name)))
         if self.latent is not None:
             object.__setattr__(self, "latent", (int(self.latent[0]), int(self.latent[1])))
         if self.window is not None:
@@ -218,9 +219,8 @@ class AttentionConfig:
 
     def check(self) -> None:
         """Check all values; raise ConfigError naming the setting, its value and the valid values."""
-        for name in ("heads", "kv_heads", "head_dim", "head_dim_v"):
-            check_count(f"attention.{name}", getattr(self, name))
-        check_count("attention.first_head", self.first_head, least=0)
+        for name, least in (("heads", 1), ("kv_heads", 1), ("head_dim", 1), ("head_dim_v", 1), ("first_head", 0)):
+            check_count(f"attention.{name}", getattr(self, name), least)
         if self.heads % self.kv_heads:
             raise ConfigError(
                 f"attention.kv_heads is {self.kv_heads}; valid: a divisor of attention.heads, which is {self.heads}"
@@ -234,23 +234,24 @@ class AttentionConfig:
             )
         if not (_is_number(self.dropout) and 0 <= self.dropout < 1):
             raise ConfigError(f"attention.dropout is {self.dropout!r}; valid: a number from 0 to below 1")
-        self._check_window()
-        self._check_alibi()
-        self._check_latent()
+        if self.window is not None:
+            self._check_window(self.window)
+        if self.alibi is not False:
+            self._check_alibi()
+        if self.latent is not None:
+            self._check_latent(self.latent)
 
-    def _check_window(self) -> None:
-        if self.window is None:
-            return
-        is_pair = isinstance(self.window, tuple) and len(self.window) == 2
-        if not is_pair or any(not is_int(side) or side < -1 for side in self.window):
+    def _check_window(self, window: tuple[int, int]) -> None:
+        is_pair = isinstance(window, tuple) and len(window) == 2
+        if not is_pair or any(not is_int(side) or side < -1 for side in window):
             raise ConfigError(
-                f"attention.window is {short_repr(self.window)}; valid: (left, right), whole numbers of tokens, 0 or "
+                f"attention.window is {short_repr(window)}; valid: (left, right), whole numbers of tokens, 0 or "
                 "more, or -1 for no limit on that side; or None"
             )
-        if self.mask == "causal" and self.window[1] > 0:
+        if self.mask == "causal" and window[1] > 0:
             raise ConfigError(
-                f"attention.window is {self.window}, but under mask 'causal' no key to the right is visible; valid: "
-                f"({self.window[0]}, 0), or mask 'full'"
+                f"attention.window is {window}, but under mask 'causal' no key to the right is visible; valid: "
+                f"({window[0]}, 0), or mask 'full'"
             )
 
     def _check_alibi(self) -> None:
@@ -268,23 +269,21 @@ class AttentionConfig:
                 f"{self.heads} heads, in fp32 too"
             )
 
-    def _check_latent(self) -> None:
-        if self.latent is None:
-            return
-        is_pair = isinstance(self.latent, tuple) and len(self.latent) == 2
-        if not is_pair or any(not is_int(count) or count < 1 for count in self.latent):
+    def _check_latent(self, latent: tuple[int, int]) -> None:
+        is_pair = isinstance(latent, tuple) and len(latent) == 2
+        if not is_pair or any(not is_int(count) or count < 1 for count in latent):
             raise ConfigError(
-                f"attention.latent is {self.latent!r}; valid: (channels of the latent, channels of k that all heads "
+                f"attention.latent is {latent!r}; valid: (channels of the latent, channels of k that all heads "
                 "share), whole numbers from 1, such as (512, 64); or None"
             )
-        if self.latent[1] >= self.head_dim:
+        if latent[1] >= self.head_dim:
             raise ConfigError(
-                f"attention.latent is {self.latent}, with {self.latent[1]} channels of k that all heads share; valid: "
+                f"attention.latent is {latent}, with {latent[1]} channels of k that all heads share; valid: "
                 f"fewer than attention.head_dim, which is {self.head_dim}"
             )
         if self.kv_heads != self.heads:
             raise ConfigError(
-                f"attention.latent is {self.latent} with kv_heads = {self.kv_heads}; valid: kv_heads = heads, which is "
+                f"attention.latent is {latent} with kv_heads = {self.kv_heads}; valid: kv_heads = heads, which is "
                 f"{self.heads}, as every head has keys and values of its own; or latent None"
             )
 

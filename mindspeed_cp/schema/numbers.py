@@ -38,17 +38,13 @@ def describe_divisors(ranks: int) -> str:
 
 def check_count(
     name: str, value: object, least: int = 1, most: int | None = MAX_SIZE, what: str = "a whole number"
-) -> None:
-    """Raise ConfigError unless the value is an integer from `least` to `most`; None: no upper limit."""
+) -> int:
+    """Return an integer of Python; raise ConfigError unless the value is one of Python or NumPy from `least` to `most`
+    (None: no upper limit)."""
     if not is_int(value) or value < least or (most is not None and value > most):  # type: ignore[operator]
         limit = "" if most is None else f", at most {most}"
         raise ConfigError(f"{name} is {short_repr(value)}; valid: {what}, {least} or more{limit}")
-
-
-def to_plain_integers(values: object, *names: str) -> None:
-    """Turn integers of NumPy in these fields of a frozen dataclass into those of Python, which have every method."""
-    for name in names:
-        object.__setattr__(values, name, int(getattr(values, name)))
+    return int(value)  # type: ignore[call-overload]
 
 
 def check_divisor(name: str, value: object, ranks: int) -> None:

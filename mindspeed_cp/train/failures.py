@@ -11,7 +11,6 @@ import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
 
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.device import npu_errors
@@ -133,19 +132,11 @@ def stop_signals_to(handler: Callable[[int, FrameType | None], None]) -> Iterato
 
 
 class StopRequest:
-    """Inside this context the signals of `stop_signals` only set `reason`; main thread only."""
+    """Remembers signals, as a handler of :func:`stop_signals_to`, and the death of the launcher."""
 
     def __init__(self) -> None:
         self._reason: str | None = None
         self._parent = os.getppid()
-        self._handling = stop_signals_to(self._note)
-
-    def __enter__(self) -> StopRequest:
-        self._handling.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._handling.__exit__(*error)
 
     @property
     def reason(self) -> str | None:
@@ -154,5 +145,5 @@ class StopRequest:
             self._reason = "the death of the launcher"
         return self._reason
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def __call__(self, number: int, frame: FrameType | None) -> None:
         self._reason = self._reason or signal.Signals(number).name

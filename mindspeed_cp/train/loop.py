@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mindspeed_cp.algorithms import build_plan
-from mindspeed_cp.comm import warm_up
+from mindspeed_cp.comm.directional_groups import warm_up
 from mindspeed_cp.config.derived import training_plan_options
 from mindspeed_cp.data.corpus import open_corpus
 from mindspeed_cp.data.stream import PackedStream
@@ -21,7 +21,7 @@ from mindspeed_cp.megatron import check_tokens_per_step
 from mindspeed_cp.train.checkpoint import check_storage, resume, save_checkpoint
 from mindspeed_cp.train.checks import BadStepPolicy, QueueProbe, check_same_start
 from mindspeed_cp.train.comparison import run_comparison
-from mindspeed_cp.train.failures import StopRequest
+from mindspeed_cp.train.failures import StopRequest, stop_signals_to
 from mindspeed_cp.train.micro_batch_loader import MicroBatchLoader, make_dispatcher
 from mindspeed_cp.train.model import TrainingModel, build_training_model
 from mindspeed_cp.train.output import RunWriter, check_tensorboard
@@ -76,7 +76,8 @@ def train(world: World) -> dict[str, Any] | None:
             stack.callback(writer.close)
             for note in notes:
                 writer.note(note)
-        stop_request = stack.enter_context(StopRequest())
+        stop_request = StopRequest()
+        stack.enter_context(stop_signals_to(stop_request))
         dispatcher = make_dispatcher(training)
         if settings.train.compare and folder is None:
             if writer is not None:

@@ -24,7 +24,7 @@ from mindspeed_cp.data.stream import PackedRow, PackedStream
 from mindspeed_cp.engine import prepare
 from mindspeed_cp.engine.hidden_states import hidden_redistribution
 from mindspeed_cp.megatron import PlannedBatchParams, micro_batch_seed, planned_batch
-from mindspeed_cp.ops.attention import backend_from_settings
+from mindspeed_cp.ops.attention.backends import backend_from_settings
 from mindspeed_cp.plan import AttentionConfig, Plan, verify_plan
 from mindspeed_cp.train.model import TrainingModel
 

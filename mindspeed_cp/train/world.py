@@ -15,8 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mindspeed_cp.comm import open_directional_groups
-from mindspeed_cp.comm.directional_groups import PAIR_BUFFER_VARIABLE
+from mindspeed_cp.comm.directional_groups import PAIR_BUFFER_VARIABLE, open_directional_groups
 from mindspeed_cp.comm.groups import process_group_options
 from mindspeed_cp.config.rules import data_parallel_size, pool_topology
 from mindspeed_cp.config.sections import POOL

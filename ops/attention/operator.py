@@ -32,13 +32,13 @@ def _checked(
     v: Tensor,
     cu_seqlens_q: Tensor | np.ndarray,
     cu_seqlens_kv: Tensor | np.ndarray,
-    mask: str,
-    scale: float | None,
-    window: tuple[int, int] | None,
-    alibi: object,
-    dropout_p: float,
-    dropout_key: DropoutKey | None,
-    backend: str | None,
+    mask: str = "causal",
+    scale: float | None = None,
+    window: tuple[int, int] | None = None,
+    alibi: object = False,
+    dropout_p: float = 0.0,
+    dropout_key: DropoutKey | None = None,
+    backend: str | None = None,
 ) -> tuple[AttentionBackend, AttentionConfig, np.ndarray, DropoutKey | None]:
     """Check the arguments of both directions. Returns the backend, the configuration of the layer, the tiles (records
     of dtype TILE, step and slot 0), and (seed, layer), or None without dropout.
@@ -189,23 +189,18 @@ def attention_backward(
     cu_seqlens_q: Tensor | np.ndarray,
     cu_seqlens_kv: Tensor | np.ndarray,
     *,
-    mask: str = "causal",
-    scale: float | None = None,
-    window: tuple[int, int] | None = None,
-    alibi: bool | Slopes = False,
-    dropout_p: float = 0.0,
-    dropout_key: DropoutKey | None = None,
-    backend: str | None = None,
     saved: dict[Any, Any] | None = None,
+    **settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of :func:`attention` from the GLOBAL out and lse; k and v may be a part of all keys.
 
     Args:
         dout: gradient of out, [tq, heads, head_dim_v].
         out, lse: results of the complete attention over all keys.
-        q, k, v, cu_seqlens_q, cu_seqlens_kv, mask, scale, window, alibi, dropout_p, dropout_key, backend: as for
-            :func:`attention`; the same key drops the same weights.
+        q, k, v, cu_seqlens_q, cu_seqlens_kv: as for :func:`attention`.
         saved: the dict that the forward filled.
+        **settings: mask, scale, window, alibi, dropout_p, dropout_key and backend, as of the forward; the same key
+            drops the same weights.
 
     Returns:
         dq, dk and dv in fp32, of the shapes of q, k and v; dq is the contribution of these keys.
@@ -213,9 +208,7 @@ def attention_backward(
     Raises:
         ConfigError: as for :func:`attention`, or dout, out or lse do not fit q and v.
     """
-    runner, config, tiles, key = _checked(
-        q, k, v, cu_seqlens_q, cu_seqlens_kv, mask, scale, window, alibi, dropout_p, dropout_key, backend
-    )
+    runner, config, tiles, key = _checked(q, k, v, cu_seqlens_q, cu_seqlens_kv, **settings)
     rows = len(q), q.shape[1]
     for name, x, shape, dtype in (
         ("dout", dout, (*rows, v.shape[2]), q.dtype),

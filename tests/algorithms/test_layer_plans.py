@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology, build_plan, verify_plan
-from mindspeed_cp.algorithms import ALGORITHMS, register_algorithm
+from mindspeed_cp.algorithms import ALGORITHMS, plan_cache, register_algorithm
 from mindspeed_cp.algorithms.plan_cache import PlanCache, build_layer_plans
 from mindspeed_cp.report.plan import PlanSummary
 
@@ -59,9 +59,11 @@ def test_an_algorithm_with_rows_by_the_attention_keeps_those_of_the_layer_with_m
     assert plans[0].batch_layout.same_as(plans[1].batch_layout)
 
 
-def test_few_plans_are_kept_and_the_one_not_asked_for_longest_goes() -> None:
+def test_few_plans_are_kept_and_the_one_not_asked_for_longest_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_cache, "MAX_PLANS", 3)
+    monkeypatch.setattr(plan_cache, "MAX_CACHED_TOKENS", 100)
     ready: list[int] = []
-    cache = PlanCache(lambda plan: ready.append(plan.documents.tokens), max_plans=3, max_tokens=100)
+    cache = PlanCache(lambda plan: ready.append(plan.documents.tokens))
     attention, topology = AttentionConfig(2, head_dim=8), Topology(1, 2)
 
     def get(*lengths: int, algorithm: str = "ring", **options: Any) -> Any:
@@ -82,8 +84,9 @@ def test_few_plans_are_kept_and_the_one_not_asked_for_longest_goes() -> None:
     assert len(cache) == 1
 
 
-def test_plans_of_the_same_lengths_are_kept() -> None:
-    cache = PlanCache(max_tokens=3 * DOCUMENTS.tokens)
+def test_plans_of_the_same_lengths_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_cache, "MAX_CACHED_TOKENS", 3 * DOCUMENTS.tokens)
+    cache = PlanCache()
     plans = cache.get_layers(DOCUMENTS, Topology(1, 2), ATTENTIONS[:2], "direct", {})
     assert cache.get_layers(DOCUMENTS, Topology(1, 2), ATTENTIONS[:2], "direct", {}) is plans
     assert (cache.hits, cache.misses, len(cache), cache.tokens) == (1, 1, 2, 2 * DOCUMENTS.tokens)

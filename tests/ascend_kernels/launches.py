@@ -14,9 +14,13 @@ import torch
 from torch import Tensor
 
 from mindspeed_cp import AttentionConfig
-from mindspeed_cp.ascend_kernels import merge, tile_schedule
-from mindspeed_cp.ascend_kernels.tile_attention import tile_attention_, tile_attention_backward_
-from mindspeed_cp.ascend_kernels.tile_schedule import TileSchedule, schedule_block_rows
+from mindspeed_cp.ascend_kernels import merge, tile_attention
+from mindspeed_cp.ascend_kernels.tile_attention import (
+    TileSchedule,
+    schedule_block_rows,
+    tile_attention_,
+    tile_attention_backward_,
+)
 from mindspeed_cp.plan.records import CAUSAL, TILE
 from tests.ascend_kernels.variants import NAMES, Variant
 
@@ -123,7 +127,7 @@ def launches(
     tiles["mask"] = CAUSAL
     attention = AttentionConfig(heads, kv_heads, dim)
     made: dict[str, Launch] = {}
-    tile_schedule.BLOCK_ROWS["meta"] = tile_schedule.BLOCK_ROWS[kind]
+    tile_attention.BLOCK_ROWS["meta"] = tile_attention.BLOCK_ROWS[kind]
     try:
         with recorded() as launches:
             rows: tuple[list[Tensor | None], list[int]] = (
@@ -149,7 +153,7 @@ def launches(
                 made |= dict(zip(names, launches, strict=True))
                 launches.clear()
     finally:
-        del tile_schedule.BLOCK_ROWS["meta"]
+        del tile_attention.BLOCK_ROWS["meta"]
     return {name: made[name] for name in NAMES}
 
 

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from mindspeed_cp import AttentionConfig
-from mindspeed_cp.ascend_kernels import (
+from mindspeed_cp.ascend_kernels import launch
+from mindspeed_cp.ascend_kernels.merge import merge_parts, sum_parts
+from mindspeed_cp.ascend_kernels.tile_attention import (
     TileSchedule,
-    launch,
-    merge_parts,
-    sum_parts,
+    schedule_block_rows,
     tile_attention_,
     tile_attention_backward_,
 )
-from mindspeed_cp.ascend_kernels.tile_schedule import schedule_block_rows
 from mindspeed_cp.plan.records import CAUSAL, TILE
 from tests.ascend_kernels.has import triton_runs
 from tests.ascend_kernels.variants import NAMES

@@ -13,8 +13,13 @@ import torch
 from mindspeed_cp import AttentionConfig, Documents
 from mindspeed_cp.ascend_kernels import launch
 from mindspeed_cp.ascend_kernels.merge import merge_parts, sum_parts
-from mindspeed_cp.ascend_kernels.tile_attention import tile_attention_, tile_attention_backward_
-from mindspeed_cp.ascend_kernels.tile_schedule import BLOCK_ROWS, TileSchedule, schedule_block_rows
+from mindspeed_cp.ascend_kernels.tile_attention import (
+    BLOCK_ROWS,
+    TileSchedule,
+    schedule_block_rows,
+    tile_attention_,
+    tile_attention_backward_,
+)
 from mindspeed_cp.layout import TOKEN_SPAN
 from mindspeed_cp.plan.tiles import tiles_between
 from tests.ascend_kernels.has import triton_runs

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_cp import ConfigError
-from mindspeed_cp.ascend_kernels import MAX_PARTS, merge_parts, sum_parts
+from mindspeed_cp.ascend_kernels.merge import MAX_PARTS, merge_parts, sum_parts
 
 NONE = float("-inf")
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}

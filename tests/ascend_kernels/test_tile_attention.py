@@ -11,8 +11,13 @@ import torch
 
 from benchmarks.isolated_rank import attend_virtually
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, build_plan
-from mindspeed_cp.ascend_kernels import TileSchedule, tile_attention_
-from mindspeed_cp.ascend_kernels.tile_schedule import BLOCK_ROWS, block_rows, schedule_block_rows
+from mindspeed_cp.ascend_kernels.tile_attention import (
+    BLOCK_ROWS,
+    TileSchedule,
+    block_rows,
+    schedule_block_rows,
+    tile_attention_,
+)
 from mindspeed_cp.layout import TOKEN_SPAN
 from mindspeed_cp.ops.attention.cuda.tile_attention import CudaTileAttention
 from mindspeed_cp.ops.attention.reference import dense_packed_attention

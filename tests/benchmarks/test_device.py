@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import engine, engine_bytes, host, kernels
 from mindspeed_cp import AttentionConfig
-from mindspeed_cp.comm import GroupTransport
+from mindspeed_cp.comm.group_transport import GroupTransport
 from mindspeed_cp.ops.attention.cpu.backend import CpuAttention
 
 SMALL = ["--heads", "2", "--kv-heads", "2", "--dim", "16", "--repeat", "1"]

@@ -13,16 +13,17 @@ from hypothesis import strategies as st
 
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, context_parallel_attention
 from mindspeed_cp.algorithms import ALGORITHMS
-from mindspeed_cp.comm import (
-    GroupTransport,
-    Transfer,
-    close_directional_groups,
+from mindspeed_cp.comm.directional_groups import (
+    OPEN_GROUPS,
+    connection_order,
+    message_pairs,
     open_directional_groups,
     warm_up,
 )
-from mindspeed_cp.comm.directional_groups import OPEN_GROUPS, connection_order, message_pairs
+from mindspeed_cp.comm.group_transport import GroupTransport, Transfer
 from mindspeed_cp.comm.groups import process_group_options
 from mindspeed_cp.errors import ConfigError
+from tests.comm.closed_groups import close_directional_groups
 from tests.engine.cases import sizes
 from tests.limits import HANG
 

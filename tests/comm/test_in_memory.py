@@ -7,7 +7,8 @@ import re
 import pytest
 import torch
 
-from mindspeed_cp.comm import InMemoryNetwork, Transfer
+from mindspeed_cp.comm.group_transport import Transfer
+from mindspeed_cp.comm.in_memory import InMemoryNetwork
 from mindspeed_cp.engine.all_ranks import run_all_ranks
 from mindspeed_cp.errors import PeerError
 

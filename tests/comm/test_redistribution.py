@@ -8,13 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from mindspeed_cp.comm import (
-    GroupTransport,
-    InMemoryNetwork,
-    InMemoryTransport,
-    rank_redistribution,
-    start_redistributions,
-)
+from mindspeed_cp.comm.group_transport import GroupTransport
+from mindspeed_cp.comm.in_memory import InMemoryNetwork, InMemoryTransport
+from mindspeed_cp.comm.redistribution import rank_redistribution, start_redistributions
 from mindspeed_cp.layout import Documents, Redistribution, contiguous, zigzag
 from mindspeed_cp.layout import redistribution as layout_redistribution
 from mindspeed_cp.layout.redistribution import PACKED_BYTES, packed_pairs

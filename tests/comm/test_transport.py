@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.distributed_c10d import _get_default_store
 
-from mindspeed_cp.comm import GroupTransport, Transfer
-from mindspeed_cp.comm.group_transport import split_launches
+from mindspeed_cp.comm.group_transport import GroupTransport, Transfer, split_launches
 from mindspeed_cp.errors import ConfigError, PeerError
 from tests.limits import HANG
 from tests.processes import RankError
@@ -105,7 +104,7 @@ def test_a_dead_peer_is_named_at_once():
 def test_gloo_is_found_however_the_group_was_made(tmp_path):
     """A group made without naming a backend serves several kinds of device, and says "undefined" when asked."""
     code = (
-        "import torch.distributed as dist; from mindspeed_cp.comm import GroupTransport\n"
+        "import torch.distributed as dist; from mindspeed_cp.comm.group_transport import GroupTransport\n"
         "for number, backend in enumerate(((), ('gloo',), ('cpu:gloo',))):\n"
         f"    store = f'file://{tmp_path}/store{{number}}'\n"
         "    dist.init_process_group(*backend, init_method=store, rank=0, world_size=1)\n"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mindspeed_cp import ConfigError, Topology, build_plan, verify_plan
-from mindspeed_cp.ops.attention import BACKENDS
+from mindspeed_cp.ops.attention.backends import BACKENDS
 from mindspeed_cp.schema.unsupported import ATTENTION
 from tests.cells import example
 from tools.capabilities import BACKEND_NAMES, FEATURES, all_cells, unsupported

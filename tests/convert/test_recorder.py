@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mindspeed_cp.convert import recorder
-from mindspeed_cp.convert.recorder import Recording, record
+from mindspeed_cp.convert import launch
+from mindspeed_cp.convert.launch import Recording, record
 from mindspeed_cp.errors import ConfigError
 
 
@@ -69,7 +69,7 @@ def test_folders_of_the_run_are_those_of_the_caller(tmp_path: Path, monkeypatch:
 
 
 def test_a_script_that_does_not_end_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "TIME_LIMIT", 0.5)
+    monkeypatch.setattr(launch, "TIME_LIMIT", 0.5)
     begin = time.monotonic()
     recording = recorded("python a.py\nread x\n(while :; do :; done) &\nwhile :; do sleep 1; done", tmp_path)
     assert recording.timed_out and recording.commands == (("python", "a.py"),)
@@ -144,9 +144,9 @@ def test_a_script_that_cannot_be_sealed_is_not_run(
     seal: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if seal is None:
-        monkeypatch.setattr(recorder.shutil, "which", lambda name: None if name == "unshare" else f"/bin/{name}")
+        monkeypatch.setattr(launch.shutil, "which", lambda name: None if name == "unshare" else f"/bin/{name}")
     else:
-        monkeypatch.setattr(recorder, "_SEAL", seal)
+        monkeypatch.setattr(launch, "_SEAL", seal)
     with pytest.raises(ConfigError, match=r"unshare .* does not work here; give the flags"):
         recorded(f"echo x > {tmp_path}/made", tmp_path)
     assert os.listdir(tmp_path) == ["launch.sh"]
@@ -157,7 +157,7 @@ def test_a_script_that_cannot_be_sealed_is_not_run(
     [
         (b"\xff\xfe", "not UTF-8"),
         (b"a\0b", "is no text"),
-        (b"#" * (recorder.MAX_SCRIPT_BYTES + 1), "larger than any launch script"),
+        (b"#" * (launch.MAX_SCRIPT_BYTES + 1), "larger than any launch script"),
         (b"python a.py\r\n", "line ends of Windows"),
         (None, "No such file"),
     ],

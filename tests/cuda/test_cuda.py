@@ -14,7 +14,8 @@ from benchmarks.isolated_rank import IsolatedRank, attend_virtually
 from mindspeed_cp import ConfigError
 from mindspeed_cp.algorithms import ALGORITHMS
 from mindspeed_cp.doctor import run_checks
-from mindspeed_cp.ops.attention import BACKENDS, GradientAccumulator
+from mindspeed_cp.ops.attention.accumulators import GradientAccumulator
+from mindspeed_cp.ops.attention.backends import BACKENDS
 from mindspeed_cp.ops.attention.cuda.backend import CudaAttention
 from tests.engine.cases import Case
 from tests.engine.draw import problem

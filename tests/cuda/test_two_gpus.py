@@ -11,8 +11,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.isolated_rank import attend_virtually
-from mindspeed_cp.comm import close_directional_groups, open_directional_groups, warm_up
-from mindspeed_cp.ops.attention import BACKENDS
+from mindspeed_cp.comm.directional_groups import open_directional_groups, warm_up
+from mindspeed_cp.ops.attention.backends import BACKENDS
+from tests.comm.closed_groups import close_directional_groups
 from tests.engine.cases import VARIANTS, Case, attend, local, worst
 
 pytestmark = [

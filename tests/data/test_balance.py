@@ -15,7 +15,7 @@ from benchmarks.dispatch_baselines import first_fit, in_order, karmarkar_karp
 from mindspeed_cp.cluster import LayerCost, load_cluster
 from mindspeed_cp.data.balance import Assignment, DocumentCost, assign
 from mindspeed_cp.data.dispatch import Dispatcher
-from mindspeed_cp.data.packing import DOC_CHUNK
+from mindspeed_cp.data.stream import DOC_CHUNK
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import AttentionConfig
 from mindspeed_cp.plan.problem import visible_pairs

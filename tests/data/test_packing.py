@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mindspeed_cp.data.packing import Packer, chunk_documents, epoch_order
+from mindspeed_cp.data.stream import Packer, chunk_documents, epoch_order
 from tests.data.corpora import law
 
 lengths_lists = st.lists(st.integers(0, 40), min_size=1, max_size=60).filter(any)

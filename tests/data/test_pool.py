@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from mindspeed_cp.cluster import LayerCost, load_cluster
 from mindspeed_cp.data.balance import DocumentCost
 from mindspeed_cp.data.dispatch import Dispatcher, PoolChoice, PoolModel
-from mindspeed_cp.data.packing import DOC_CHUNK
-from mindspeed_cp.data.stream import PackedStream
+from mindspeed_cp.data.stream import DOC_CHUNK, PackedStream
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan import AttentionConfig, Topology
 from tests.data.corpora import ListCorpus, law

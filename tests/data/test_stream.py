@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mindspeed_cp.data import stream as stream_module
 from mindspeed_cp.data.corpus import EOD, VOCAB_SIZE, open_corpus
 from mindspeed_cp.data.dispatch import Dispatcher
 from mindspeed_cp.data.stream import PackedStream
@@ -23,12 +24,19 @@ seeds = st.integers(0, 3)
 lookaheads = st.integers(1, 12)
 
 
+def stream_of(corpus: ListCorpus, context: int, seed: int, *replicas: int, lookahead: int) -> PackedStream:
+    """A stream whose rows are filled from few chunks, so that short corpora show every case."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream_module, "LOOKAHEAD", lookahead)
+        return PackedStream(corpus, context, seed, *replicas)
+
+
 @law
 @given(corpora, contexts, seeds, lookaheads)
 def test_every_token_of_every_document_appears_exactly_once_per_epoch(
     corpus: ListCorpus, context: int, seed: int, lookahead: int
 ) -> None:
-    stream = PackedStream(corpus, context, seed, lookahead=lookahead)
+    stream = stream_of(corpus, context, seed, lookahead=lookahead)
     seen: list[Counter[int]] = [Counter(), Counter()]
     row = next(stream)
     while epoch_of(stream) < 2:
@@ -84,14 +92,14 @@ def test_the_rows_do_not_depend_on_the_number_of_replicas(
 def test_a_stream_goes_on_exactly_at_any_point_and_with_any_number_of_replicas(
     corpus: ListCorpus, context: int, seed: int, lookahead: int, rows: int, before: int, after: int
 ) -> None:
-    saved = PackedStream(corpus, context, seed, before - 1, before, lookahead=lookahead)
+    saved = stream_of(corpus, context, seed, before - 1, before, lookahead=lookahead)
     for _ in range(rows):
         next(saved)
     state = json.loads(json.dumps(saved.state_dict()))
-    alone = PackedStream(corpus, context, seed, lookahead=lookahead)
+    alone = stream_of(corpus, context, seed, lookahead=lookahead)
     expected = list(islice(alone, rows * before, rows * before + 3 * after))
     for replica in range(after):
-        resumed = PackedStream(corpus, context, seed, replica, after, lookahead=lookahead)
+        resumed = stream_of(corpus, context, seed, replica, after, lookahead=lookahead)
         next(resumed)  # what it did before must not matter
         resumed.load_state_dict(state)
         assert resumed.state_dict() == state

@@ -7,8 +7,7 @@ from typing import NoReturn
 import pytest
 import torch
 
-from mindspeed_cp.comm import GroupTransport, Transfer
-from mindspeed_cp.comm.group_transport import _PendingWork
+from mindspeed_cp.comm.group_transport import GroupTransport, Transfer, _PendingWork
 from mindspeed_cp.device import npu_errors
 from mindspeed_cp.errors import OperatorError, PeerError
 from mindspeed_cp.train.failures import FAILED, classify_error, is_lost_rank_error, is_out_of_memory

@@ -28,7 +28,7 @@ from mindspeed_cp.device.npu_profile import (
     read_profile,
 )
 from mindspeed_cp.doctor.kernel_capability import write_json
-from mindspeed_cp.ops.attention import backend_from_settings
+from mindspeed_cp.ops.attention.backends import backend_from_settings
 from mindspeed_cp.ops.attention.npu.backend import NpuAttention
 from tests.device.profiles import profile, row
 

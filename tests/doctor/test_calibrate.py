@@ -15,7 +15,8 @@ from mindspeed_cp.cluster.calibration import MeasuredFits, Measurement
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.doctor import calibrate, kernel_timing
 from mindspeed_cp.doctor.links import Launch
-from mindspeed_cp.ops.attention import BACKENDS, backend_from_settings, backends
+from mindspeed_cp.ops.attention import backends
+from mindspeed_cp.ops.attention.backends import BACKENDS, backend_from_settings
 from mindspeed_cp.ops.attention.cuda.backend import CudaAttention
 from tests.ops.flash_double import DoubleFlash
 from tests.ports import free_port

@@ -14,7 +14,7 @@ from mindspeed_cp.doctor.findings import report_tables
 from mindspeed_cp.doctor.operator import DTYPES, LONG_CASES, SHORT_CASES, applies, reference_inputs
 from mindspeed_cp.ops.attention.cuda.backend import CudaAttention
 from mindspeed_cp.ops.attention.cuda.flash4 import flash_4_unavailable_reason
-from mindspeed_cp.ops.attention.cuda.flash_operator import check_device
+from mindspeed_cp.ops.attention.cuda.flash_attention import check_device
 
 
 def test_every_kernel_is_checked_by_some_case() -> None:

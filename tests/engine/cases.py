@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from mindspeed_cp import AttentionConfig, Documents, Plan, Topology, build_plan, context_parallel_attention
-from mindspeed_cp.engine import Stepping, attend_all_ranks
+from mindspeed_cp.engine import Stepping
 from mindspeed_cp.ops.attention.reference import dense_packed_attention
+from tests.engine.all_ranks import attend_all_ranks
 
 NAMES = ("out", "dq", "dk", "dv")
 

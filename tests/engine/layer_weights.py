@@ -11,7 +11,7 @@ import torch
 from mindspeed_cp import Plan
 from mindspeed_cp.engine import Stepping, attend_in_process
 from mindspeed_cp.engine.attention import expanded_rows
-from mindspeed_cp.ops.attention import dense_packed_attention
+from mindspeed_cp.ops.attention.reference import dense_packed_attention
 from tests.engine.cases import Case, filled_with_nan
 
 

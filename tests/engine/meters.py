@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mindspeed_cp
-from mindspeed_cp.ops.attention import OutputAccumulator
+from mindspeed_cp.ops.attention.accumulators import OutputAccumulator
 
 PACKAGE = Path(mindspeed_cp.__file__).parent
 BUFFERS = ("kv", "gradients", "redistributed", "staging")

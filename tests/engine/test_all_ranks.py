@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from mindspeed_cp import ConfigError, PeerError
-from mindspeed_cp.engine import Stepping, attend_all_ranks, attend_in_process
+from mindspeed_cp.engine import Stepping, attend_in_process
+from tests.engine.all_ranks import attend_all_ranks
 from tests.engine.cases import Case, all_ranks
 
 CASE = Case((40, 0, 13), 3, algorithm="direct")
@@ -73,7 +74,7 @@ def test_a_profile_names_what_the_engine_does():
 
 def test_a_plan_whose_message_ends_disagree_is_refused():
     """The rows of one fetch are changed for its sender, as if ranks had different plans."""
-    from mindspeed_cp.comm import InMemoryTransport
+    from mindspeed_cp.comm.in_memory import InMemoryTransport
 
     post = InMemoryTransport.post
 

@@ -24,7 +24,7 @@ from mindspeed_cp.engine.attention_check import (
 )
 from mindspeed_cp.engine.rank_context import rank_context
 from mindspeed_cp.errors import CorruptionError
-from mindspeed_cp.ops.attention import backend_for_device
+from mindspeed_cp.ops.attention.backends import backend_for_device
 from tests.engine.cases import DEFAULT_SIZES, VARIANTS, Case, all_ranks, attend, attend_here, local
 from tests.engine.draw import problem
 from tests.workers import GlooPool

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from mindspeed_cp.comm import InMemoryTransport
+from mindspeed_cp.comm.in_memory import InMemoryTransport
 from mindspeed_cp.engine import Stepping
 from mindspeed_cp.layout import redistribution as layout_redistribution
 from mindspeed_cp.layout.redistribution import PACKED_BYTES

@@ -9,7 +9,7 @@ import torch
 
 from mindspeed_cp import Plan
 from mindspeed_cp.algorithms.linear_layout import with_linear_layout
-from mindspeed_cp.comm import GroupTransport
+from mindspeed_cp.comm.group_transport import GroupTransport
 from mindspeed_cp.engine.hidden_states import hidden_redistribution, redistribute_hidden
 from mindspeed_cp.layout import sequence_parallel_layout
 from tests.engine.cases import Case, run_here, worst
@@ -50,7 +50,7 @@ def there_and_back(rank: int, group: Any, case: Case, shares: int, multiple: int
         GroupTransport(group, 60.0, x.device),
     )
     moved = redistribute_hidden(own, remap, transport)
-    back = redistribute_hidden(moved * moved, remap.reversed, transport)
+    back = redistribute_hidden(moved * moved, remap[::-1], transport)
     (gradient,) = torch.autograd.grad(back.sum(), own)
     return [moved.detach(), back.detach(), gradient]
 

@@ -14,11 +14,11 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from mindspeed_cp import ConfigError, Documents, PeerError, PlanError, context_parallel_attention
 from mindspeed_cp.algorithms import ALGORITHMS
-from mindspeed_cp.comm import checked_timeout
+from mindspeed_cp.comm.group_transport import checked_timeout
 from mindspeed_cp.engine import agreement, prepare
 from mindspeed_cp.engine.rank_context import rank_context
 from mindspeed_cp.layout import contiguous
-from mindspeed_cp.ops.attention import get_backend
+from mindspeed_cp.ops.attention.backends import get_backend
 from tests.engine.cases import Case, attend, local
 from tests.limits import HANG
 from tests.workers import GlooPool

@@ -21,11 +21,12 @@ from mindspeed_cp import (
     context_parallel_latent_attention,
     verify_plan,
 )
-from mindspeed_cp.engine import Stepping, attend_all_ranks
+from mindspeed_cp.engine import Stepping
 from mindspeed_cp.engine.attention import expanded_rows
 from mindspeed_cp.ops.attention.latent import LatentExpansion
 from mindspeed_cp.plan import Plan, traffic
 from mindspeed_cp.simulate.tile_work import TileCounter
+from tests.engine.all_ranks import attend_all_ranks
 from tests.engine.cases import Case, all_ranks, variants
 from tests.engine.draw import problem
 from tests.engine.layer_weights import exact_results, kv_up_of, largest_error, run, sink_of

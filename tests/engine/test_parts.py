@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from mindspeed_cp import Plan, Topology, build_plan, context_parallel_attention
-from mindspeed_cp.comm import GroupTransport
+from mindspeed_cp.comm.group_transport import GroupTransport
 from mindspeed_cp.engine import Stepping, prepare, rank_context
-from mindspeed_cp.engine.rank_schedule import build_rank_schedule
+from mindspeed_cp.engine.rank_context import build_rank_schedule
 from mindspeed_cp.ops.attention.cpu.backend import CpuAttention
 from mindspeed_cp.plan import combine, select_documents
 from tests.engine.cases import Case, errors, run_here, sizes, worst
@@ -84,7 +84,8 @@ def test_any_order_of_steps_gives_the_same(ranks):
 def two_exchanges(rank, group, case):
     """A ring for one document and `direct` for the other, in turn, through directional groups and without;
     transfers between the same two ranks that were under way together with one tag."""
-    from mindspeed_cp.comm import close_directional_groups, open_directional_groups, warm_up
+    from mindspeed_cp.comm.directional_groups import open_directional_groups, warm_up
+    from tests.comm.closed_groups import close_directional_groups
 
     numbers = np.arange(2)
     parts = [

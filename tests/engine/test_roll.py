@@ -10,7 +10,7 @@ import torch
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Plan, Topology, build_plan, context_parallel_roll
 from mindspeed_cp.algorithms.linear_layout import with_linear_layout
-from mindspeed_cp.comm import InMemoryNetwork
+from mindspeed_cp.comm.in_memory import InMemoryNetwork
 from mindspeed_cp.engine.all_ranks import run_all_ranks
 from mindspeed_cp.engine.roll import rank_roll, roll_run
 from tests.layout.test_roll import dense_roll

@@ -17,8 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mindspeed_cp import ConfigError, context_parallel_attention
-from mindspeed_cp.engine import Stepping, attend_all_ranks, attend_in_process
-from mindspeed_cp.ops.attention import attention, attention_backward, sink_gradient
+from mindspeed_cp.engine import Stepping, attend_in_process
+from mindspeed_cp.ops.attention.operator import attention, attention_backward
+from mindspeed_cp.ops.attention.sink import sink_gradient
+from tests.engine.all_ranks import attend_all_ranks
 from tests.engine.cases import NAMES, VARIANTS, Case, all_ranks, attend_here, variants
 from tests.engine.draw import problem
 from tests.engine.layer_weights import exact_results, largest_error, run, sink_of

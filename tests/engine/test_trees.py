@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mindspeed_cp import Documents
 from mindspeed_cp.engine import attend_in_process
-from mindspeed_cp.ops.attention import dense_packed_attention
+from mindspeed_cp.ops.attention.reference import dense_packed_attention
 from tests.engine.cases import VARIANTS, Case, run_all, worst
 from tests.engine.draw import parents
 from tests.engine.test_engine import PROBLEMS

@@ -30,8 +30,7 @@ from mindspeed_cp.algorithms import ALGORITHMS, algorithm_options, build_plan
 from mindspeed_cp.cli import main as cli
 from mindspeed_cp.cli.lengths import draw_batches, read_lengths
 from mindspeed_cp.config.settings import Settings, load_settings
-from mindspeed_cp.convert.launch import find_launch
-from mindspeed_cp.convert.recorder import Recording
+from mindspeed_cp.convert.launch import Recording, find_launch
 from mindspeed_cp.convert.translate import convert_launch
 from mindspeed_cp.data.corpus import open_corpus
 from mindspeed_cp.data.stream import PackedStream

@@ -28,6 +28,7 @@ FIELDS = {field.name for field in fields(GPTDatasetConfig) if field.init}
 def script(run: Callable[..., Namespace], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The script as a module; with a stand-in for megatron.training."""
     monkeypatch.delenv("MEGATRON_LM", raising=False)
+    monkeypatch.syspath_prepend(SCRIPT.parent)
     spec = importlib.util.spec_from_file_location("example_pretrain_gpt", SCRIPT)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -161,7 +161,7 @@ UNDONE = """
 import os, sys
 import torch
 sys.path += [os.environ["MEGATRON_LM"]] if "MEGATRON_LM" in os.environ else []
-from mindspeed_cp.megatron.patches.training_cpu import megatron_training_on_cpu
+from megatron_on_cpu import megatron_training_on_cpu
 
 import mindspeed_cp.megatron
 from torch.utils.data._utils import pin_memory
@@ -182,7 +182,8 @@ assert all(a is b for a, b in zip(seen(), before)), "not undone"
 
 
 def test_the_cpu_mode_of_the_training_loop_is_undone_on_exit_errors_included(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    path = os.pathsep.join((str(ROOT), str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")))
+    environment = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", UNDONE], cwd=tmp_path, env=environment, capture_output=True, text=True,
         timeout=HANG,

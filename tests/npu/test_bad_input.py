@@ -16,7 +16,7 @@ import torch
 
 from mindspeed_cp.doctor.machine import requirements
 from mindspeed_cp.errors import OperatorError
-from mindspeed_cp.ops.attention import attention
+from mindspeed_cp.ops.attention.operator import attention
 from mindspeed_cp.train.failures import FAILED, classify_error
 from tests.host_cann import cann_rules_attention, task_queue
 from tests.limits import HANG

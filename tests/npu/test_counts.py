@@ -11,7 +11,7 @@ from mindspeed_cp import Plan
 from mindspeed_cp.comm.directional_groups import message_pairs
 from mindspeed_cp.layout import redistribution as layout_redistribution
 from mindspeed_cp.layout.redistribution import PACKED_BYTES
-from mindspeed_cp.ops.attention import BACKENDS
+from mindspeed_cp.ops.attention.backends import BACKENDS
 from tests.engine.cases import Case, attend, local
 from tests.npu.ranks import Run, run
 
@@ -33,7 +33,7 @@ def attend_once(
 ) -> dict[str, int]:
     """Calls of the fused operators by one layer's forward and backward; q, k and v of at most so many bytes are one message."""
     layout_redistribution.PACKED_BYTES = packed_bytes
-    from mindspeed_cp.comm import open_directional_groups, warm_up
+    from mindspeed_cp.comm.directional_groups import open_directional_groups, warm_up
     from tests.host_cann.oracle import calls
 
     plan, leaves, dout = local(rank, case)

@@ -23,9 +23,10 @@ from mindspeed_cp.doctor import LONG_CASES, SHORT_CASES
 from mindspeed_cp.doctor.kernel_capability import CAPABILITY_CASES, write_json
 from mindspeed_cp.doctor.operator import check
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.ops.attention import attention, backend_from_settings
+from mindspeed_cp.ops.attention.backends import backend_from_settings
 from mindspeed_cp.ops.attention.npu.backend import NpuAttention
 from mindspeed_cp.ops.attention.npu.fused_operator import loaded_torch_npu
+from mindspeed_cp.ops.attention.operator import attention
 from tests.device.profiles import profile
 from tests.host_cann.cann_calls import AttentionCall
 from tests.host_cann.oracle import calls

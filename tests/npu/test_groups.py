@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from mindspeed_cp.algorithms import build_plan
-from mindspeed_cp.comm import open_directional_groups, warm_up
+from mindspeed_cp.comm.directional_groups import open_directional_groups, warm_up
 from mindspeed_cp.layout import Documents
 from mindspeed_cp.plan import AttentionConfig, Plan, Topology
 from tests.limits import HANG

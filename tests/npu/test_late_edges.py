@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from mindspeed_cp.comm import GroupTransport, Transfer, open_directional_groups
+from mindspeed_cp.comm.directional_groups import open_directional_groups
+from mindspeed_cp.comm.group_transport import GroupTransport, Transfer
 from tests.limits import HANG
 from tests.npu import ranks
 

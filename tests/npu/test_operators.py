@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch_npu
 
-from mindspeed_cp.ops.attention import attention, attention_backward
+from mindspeed_cp.ops.attention.operator import attention, attention_backward
 from tests.host_cann import oracle
 from tests.host_cann.oracle_cases import (
     EQUAL,

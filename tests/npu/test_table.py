@@ -38,7 +38,7 @@ def all_cases() -> list[Case]:
 
 def attend_all(rank: int, size: int, cases: list[Case], directional: bool) -> list[list[np.ndarray]]:
     """This rank's rows of out, dq, dk and dv of every case."""
-    from mindspeed_cp.comm import open_directional_groups, warm_up
+    from mindspeed_cp.comm.directional_groups import open_directional_groups, warm_up
 
     if directional:
         open_directional_groups(device="npu")

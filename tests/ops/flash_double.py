@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_cp.ops.attention.cuda.flash4 import HEAD_DIMS
-from mindspeed_cp.ops.attention.cuda.flash_operator import FlashArguments, RngState
+from mindspeed_cp.ops.attention.cuda.flash_attention import FlashArguments, RngState
 
 
 class DoubleFlash:

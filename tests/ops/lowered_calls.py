@@ -14,8 +14,9 @@ from torch import Tensor
 from mindspeed_cp import AttentionConfig, ConfigError, Documents, Topology, build_plan
 from mindspeed_cp.algorithms import ALGORITHMS, algorithm_options
 from mindspeed_cp.comm.group_transport import Transfer, split_launches
-from mindspeed_cp.engine.rank_schedule import _p2p_ops
-from mindspeed_cp.ops.attention import BackwardState, ForwardState, GradientAccumulator, Heads, OutputAccumulator
+from mindspeed_cp.engine.rank_context import _p2p_ops
+from mindspeed_cp.ops.attention.accumulators import GradientAccumulator, OutputAccumulator
+from mindspeed_cp.ops.attention.contract import BackwardState, ForwardState, Heads
 from mindspeed_cp.ops.attention.npu.backend import NpuAttention
 from mindspeed_cp.ops.attention.npu.fused_operator import DropoutState, FusedArguments
 from mindspeed_cp.plan import Plan, Program

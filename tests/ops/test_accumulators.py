@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mindspeed_cp.ops.attention import GradientAccumulator, OutputAccumulator
+from mindspeed_cp.ops.attention.accumulators import GradientAccumulator, OutputAccumulator
 
 ROWS, HEADS, DIM = 9, 3, 2
 DTYPES = (torch.bfloat16, torch.float32)

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from mindspeed_cp.ops.attention import attention, attention_backward
-from mindspeed_cp.ops.attention.cpu import distance_masks
+from mindspeed_cp.ops.attention.cpu import kernels
+from mindspeed_cp.ops.attention.operator import attention, attention_backward
 from tests.ops.yardstick import tensors
 
 SETTINGS = [dict(), dict(window=(20, 0)), dict(mask="full", alibi=True), dict(alibi=(8.0, 0.5, 0.1, 0.01)), dict(window=(30, 0), alibi=True, dropout_p=0.3, dropout_key=(3, 1))]  # fmt: skip
@@ -30,9 +30,9 @@ def inputs(request):
 def want(settings, inputs):
     """Results of a normal call; tables that it left are forgotten."""
     out = results(settings, inputs)
-    distance_masks._cached_table.cache_clear()
+    kernels._cached_table.cache_clear()
     yield out
-    distance_masks._cached_table.cache_clear()
+    kernels._cached_table.cache_clear()
 
 
 def same(a, b):

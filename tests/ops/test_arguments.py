@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from mindspeed_cp import ConfigError
-from mindspeed_cp.ops.attention import attention, attention_backward
 from mindspeed_cp.ops.attention.contract import checked_dropout_key
+from mindspeed_cp.ops.attention.operator import attention, attention_backward
 
 X = torch.zeros(90, 4, 16)
 CU = np.array([0, 90])

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from mindspeed_cp import AttentionConfig, ConfigError, Documents
-from mindspeed_cp.ops.attention import BACKENDS, attention, attention_backward, dense_attention, dense_packed_attention
+from mindspeed_cp.ops.attention.backends import BACKENDS
 from mindspeed_cp.ops.attention.npu.backend import NpuAttention
+from mindspeed_cp.ops.attention.operator import attention, attention_backward
+from mindspeed_cp.ops.attention.reference import dense_attention, dense_packed_attention
 from mindspeed_cp.ops.dropout import keep_mask
 from tests.ops.npu_oracle import OracleOperator
 from tests.ops.yardstick import compare, reference, tensors

@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 
 from benchmarks.isolated_rank import NanOutput
 from mindspeed_cp import AttentionConfig, Documents
-from mindspeed_cp.engine.rank_schedule import stores_all_rows
+from mindspeed_cp.engine.rank_context import stores_all_rows
 from mindspeed_cp.layout import TOKEN_SPAN
-from mindspeed_cp.ops.attention import (
+from mindspeed_cp.ops.attention.accumulators import GradientAccumulator
+from mindspeed_cp.ops.attention.backends import get_backend
+from mindspeed_cp.ops.attention.contract import (
+    AttentionBackend,
     BackwardState,
     ForwardState,
-    GradientAccumulator,
     Heads,
-    dense_attention,
-    get_backend,
+    uniform_head_groups,
 )
-from mindspeed_cp.ops.attention.contract import AttentionBackend
-from mindspeed_cp.ops.attention.cpu.distance_masks import CACHED_REACH
+from mindspeed_cp.ops.attention.cpu.kernels import CACHED_REACH
 from mindspeed_cp.ops.attention.cpu.lowering import lower_to_kernel_calls
-from mindspeed_cp.ops.attention.head_groups import uniform_head_groups
+from mindspeed_cp.ops.attention.reference import dense_attention
 from mindspeed_cp.plan import FULL, TILE
 from mindspeed_cp.plan.tiles import tiles_between
 from tests.ops.test_cpu_lowering import strips_of

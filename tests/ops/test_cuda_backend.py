@@ -21,14 +21,13 @@ from hypothesis import strategies as st
 from benchmarks.isolated_rank import attend_virtually
 from mindspeed_cp import AttentionConfig, ConfigError
 from mindspeed_cp.cluster import KernelTime
-from mindspeed_cp.ops.attention import BACKENDS, attention, attention_backward, backend_for_device
+from mindspeed_cp.ops.attention.backends import BACKENDS, backend_for_device
 from mindspeed_cp.ops.attention.cuda import flash4, flash_attention
-from mindspeed_cp.ops.attention.cuda import flash_operator as flash
-from mindspeed_cp.ops.attention.cuda.backend import CudaAttention
-from mindspeed_cp.ops.attention.cuda.flash_attention import CudaFlashAttention
-from mindspeed_cp.ops.attention.cuda.flash_operator import AtenFlashOperator, FlashArguments
-from mindspeed_cp.ops.attention.cuda.kernel_choice import H200_TIMES, fastest_kernel
+from mindspeed_cp.ops.attention.cuda import flash_attention as flash
+from mindspeed_cp.ops.attention.cuda.backend import H200_TIMES, CudaAttention, fastest_kernel
+from mindspeed_cp.ops.attention.cuda.flash_attention import AtenFlashOperator, CudaFlashAttention, FlashArguments
 from mindspeed_cp.ops.attention.lowering.fused_call import MIN_COPIES
+from mindspeed_cp.ops.attention.operator import attention, attention_backward
 from tests.engine.cases import Case
 from tests.engine.draw import problem
 from tests.ops.flash_double import DoubleFlash, DoubleFlash4, as_torch_reads

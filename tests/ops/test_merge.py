@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mindspeed_cp.ops.merge import merge_
+from mindspeed_cp.ops.attention.accumulators import merge_
 
 INF = float("inf")
 

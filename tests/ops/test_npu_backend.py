@@ -17,19 +17,14 @@ from benchmarks.isolated_rank import IsolatedRank, attend_virtually
 from mindspeed_cp import AttentionConfig, ConfigError, Documents
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.engine import attend_in_process
-from mindspeed_cp.ops.attention import (
-    BACKENDS,
-    attention,
-    attention_backward,
-    backend_for_device,
-    backend_from_settings,
-    dense_packed_attention,
-)
-from mindspeed_cp.ops.attention.head_groups import uniform_head_groups
+from mindspeed_cp.ops.attention.backends import BACKENDS, backend_for_device, backend_from_settings
+from mindspeed_cp.ops.attention.contract import uniform_head_groups
 from mindspeed_cp.ops.attention.lowering.device_call import on_device
 from mindspeed_cp.ops.attention.lowering.fused_backend import LARGEST_SCORE
 from mindspeed_cp.ops.attention.npu.backend import NpuAttention
 from mindspeed_cp.ops.attention.npu.fused_operator import StatisticsOrder
+from mindspeed_cp.ops.attention.operator import attention, attention_backward
+from mindspeed_cp.ops.attention.reference import dense_packed_attention
 from tests.engine.cases import Case
 from tests.engine.draw import problem
 from tests.host_cann import oracle

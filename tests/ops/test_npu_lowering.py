@@ -24,8 +24,7 @@ from mindspeed_cp.ops.attention.lowering.fused_call import (
     FusedCall,
     scatter_rows,
 )
-from mindspeed_cp.ops.attention.lowering.fused_lowering import lower_to_fused_calls
-from mindspeed_cp.ops.attention.lowering.step_masks import lower_to_masks
+from mindspeed_cp.ops.attention.lowering.fused_lowering import lower_to_fused_calls, lower_to_masks
 from mindspeed_cp.plan import BAND, CAUSAL, FULL, TILE, Plan, Program
 from tests.plan.problems import choices, problems
 

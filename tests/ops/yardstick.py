@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mindspeed_cp import AttentionConfig, Documents
-from mindspeed_cp.ops.attention import dense_packed_attention
+from mindspeed_cp.ops.attention.reference import dense_packed_attention
 
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 NAMES = ("out", "lse", "dq", "dk", "dv")

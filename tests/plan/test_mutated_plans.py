@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from mindspeed_cp import Plan, PlanError, verify_plan
-from mindspeed_cp.ascend_kernels.tile_schedule import TILE_MAX_HEAD_DIM
+from mindspeed_cp.ascend_kernels.tile_attention import TILE_MAX_HEAD_DIM
 from mindspeed_cp.engine import Stepping, attend_in_process
 from mindspeed_cp.engine.attention import expanded_rows
-from mindspeed_cp.ops.attention import AttentionBackend, dense_packed_attention
+from mindspeed_cp.ops.attention.contract import AttentionBackend
 from mindspeed_cp.ops.attention.cuda.tile_attention import CudaTileAttention
 from mindspeed_cp.ops.attention.npu.backend import NpuAttention
+from mindspeed_cp.ops.attention.reference import dense_packed_attention
 from tests.engine.cases import filled_with_nan
 from tests.ops.npu_oracle import OracleOperator
 from tests.plan.mutations import mutated, random_plan

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan
-from mindspeed_cp.comm import InMemoryTransport
+from mindspeed_cp.comm.in_memory import InMemoryTransport
 from mindspeed_cp.layout import redistribution as layout_redistribution
 from mindspeed_cp.layout.redistribution import PACKED_BYTES
 from mindspeed_cp.plan.transfers import REDISTRIBUTION, transfers

@@ -13,7 +13,7 @@ import pytest
 from mindspeed_cp.config.settings import Settings
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.train import launch
-from mindspeed_cp.train.failures import StopRequest
+from mindspeed_cp.train.failures import StopRequest, stop_signals_to
 from tests.ports import free_port
 from tests.train.fresh_ranks import FreshRanks
 from tests.train.runs import COMMAND, Run, write
@@ -65,12 +65,14 @@ def test_standard_output_holds_nothing_but_json(
 
 @pytest.mark.usefixtures("hangups")
 def test_a_hangup_is_remembered_unless_nohup_says_otherwise() -> None:
-    with StopRequest() as stop:
+    stop = StopRequest()
+    with stop_signals_to(stop):
         os.kill(os.getpid(), signal.SIGHUP)
         assert stop.reason == "SIGHUP"
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with StopRequest() as stop:
+        stop = StopRequest()
+        with stop_signals_to(stop):
             os.kill(os.getpid(), signal.SIGHUP)
             assert stop.reason is None
     finally:
@@ -78,10 +80,10 @@ def test_a_hangup_is_remembered_unless_nohup_says_otherwise() -> None:
 
 
 def test_death_of_the_launcher_asks_ranks_to_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    with StopRequest() as stop:
-        assert stop.reason is None
-        monkeypatch.setattr(os, "getppid", lambda: 1)
-        assert stop.reason == "the death of the launcher"
+    stop = StopRequest()
+    assert stop.reason is None
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert stop.reason == "the death of the launcher"
 
 
 # inside a rank

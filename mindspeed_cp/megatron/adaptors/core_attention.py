@@ -22,7 +22,7 @@ from mindspeed_cp.megatron.adaptors.packed import PackedPlanner
 from mindspeed_cp.megatron.adaptors.params import PlannedBatchParams
 from mindspeed_cp.megatron.adaptors.rotary import PlannedRotary, UncutGroup
 from mindspeed_cp.megatron.adaptors.settings import check_deterministic, check_model_config
-from mindspeed_cp.ops.attention import backend_from_settings
+from mindspeed_cp.ops.attention.backends import backend_from_settings
 
 _MASKS = {
     AttnMaskType.causal: "causal",

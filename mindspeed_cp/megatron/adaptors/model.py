@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from mindspeed_cp.comm import GroupTransport
+from mindspeed_cp.comm.group_transport import GroupTransport
 from mindspeed_cp.engine.hidden_states import hidden_redistribution, redistribute_hidden
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.megatron.adaptors.core_attention import PlannedAttention
@@ -239,10 +239,10 @@ class HiddenMove:
                 "parameters: planned_batch does both"
             )
         remap = hidden_redistribution(params.plan, rank, x.device, shares, params.rows_multiple)
-        remap = remap if to_attention else remap.reversed
+        remap = remap if to_attention else remap[::-1]
         transport = GroupTransport(group, self._core.suite.timeout_seconds, x.device)
         label = "hidden states to attention" if to_attention else "hidden states to linear layers"
-        out = redistribute_hidden(x[: remap.to_linear.out_shape[0]], remap, transport, label)
+        out = redistribute_hidden(x[: remap[1].out_shape[0]], remap, transport, label)
         return out if len(out) == after else pad(out, (0, 0, 0, 0, 0, after - len(out)))
 
     def _ranks(self, params: PlannedBatchParams) -> tuple[dist.ProcessGroup, int, int]:

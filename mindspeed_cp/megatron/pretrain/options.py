@@ -5,7 +5,6 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 from mindspeed_cp.config import SuiteSettings
 from mindspeed_cp.errors import ConfigError
@@ -90,20 +89,9 @@ def _read(path: str, overrides: tuple[str, ...], context_parallel_size: int) -> 
             f"--cp-plan {path}: no such file; give a YAML file with the section {SECTION}, or of its keys alone, for "
             "example one line `algorithm: ring`"
         )
-    data = read_settings_file(path).data
-    nested = SECTION in data
-    prefix = f"{SECTION}." if nested else ""
+    prefix = f"{SECTION}." if SECTION in read_settings_file(path).data else ""
     words = [word if word.startswith(prefix) else prefix + word for word in overrides]
-    if not _names_size(data, words):
-        words.append(f"{prefix}context_parallel_size={context_parallel_size}")
     try:
-        return SuiteSettings.from_yaml(path, words)
+        return SuiteSettings.from_yaml(path, words, context_parallel_size)
     except ConfigError as error:
         raise ConfigError(str(error).replace("--set ", "--cp-plan-set ").replace("--set:", "--cp-plan-set:")) from None
-
-
-def _names_size(data: Any, overrides: list[str]) -> bool:
-    """True if the file or an override gives context_parallel_size."""
-    sections = [data, data.get(SECTION), data.get("model_parallel")]
-    given = any(isinstance(section, dict) and "context_parallel_size" in section for section in sections)
-    return given or any(word.split("=")[0].endswith("context_parallel_size") for word in overrides)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from mindspeed_cp.errors import ConfigError, PlanError
+from mindspeed_cp.errors import PlanError
 from mindspeed_cp.plan.problem import documents_error
 from mindspeed_cp.plan.program import DIRECTIONS, Plan, Program
 from mindspeed_cp.plan.records import TILE
@@ -16,8 +16,7 @@ from mindspeed_cp.plan.verify.interpret import Interpreter, expected_sums, raise
 from mindspeed_cp.plan.verify.lifetimes import check_lifetimes
 from mindspeed_cp.plan.verify.memory import check_peak_bytes, peak_bytes
 from mindspeed_cp.plan.verify.structure import check_parts, check_program, check_tiles, check_types
-from mindspeed_cp.schema.messages import short_repr
-from mindspeed_cp.schema.numbers import check_count
+from mindspeed_cp.schema.numbers import check_count, check_type
 
 __all__ = ["peak_bytes", "verify_plan"]
 
@@ -57,8 +56,7 @@ def verify_plan(plan: Plan, *, max_bytes: int | None = None, bytes_per_element: 
         PlanError: names rank, step and tile or message, and the part.
         ConfigError: an argument is not a Plan, or not a number in its range.
     """
-    if not isinstance(plan, Plan):
-        raise ConfigError(f"plan is {short_repr(plan)}; valid: a Plan, from build_plan")
+    check_type("plan", plan, Plan, "a Plan, from build_plan")
     check_count("bytes_per_element", bytes_per_element)
     if max_bytes is not None:
         check_count("max_bytes", max_bytes, least=0, most=None)

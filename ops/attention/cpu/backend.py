@@ -8,12 +8,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_cp.ops.attention.accumulators import GradientAccumulator
-from mindspeed_cp.ops.attention.contract import BackwardState, ForwardState, Heads, check_dtype
+from mindspeed_cp.ops.attention.accumulators import GradientAccumulator, merge_
+from mindspeed_cp.ops.attention.contract import (
+    BackwardState,
+    ForwardState,
+    Heads,
+    check_dtype,
+    pad_head_dim,
+    uniform_head_groups,
+)
 from mindspeed_cp.ops.attention.cpu.kernels import CpuKernels
 from mindspeed_cp.ops.attention.cpu.lowering import KernelCall, KernelCalls, lower_to_kernel_calls
-from mindspeed_cp.ops.attention.head_groups import pad_head_dim, uniform_head_groups
-from mindspeed_cp.ops.merge import merge_
 from mindspeed_cp.plan import AttentionConfig
 
 

@@ -36,7 +36,7 @@ STRIP_ROWS = (768, 256, 64)
 
 class MaskKind(Enum):
     """Mask of a call: none, the kernel's causal mask, or a mask by distance
-    (:mod:`mindspeed_cp.ops.attention.cpu.distance_masks`), for which queries are computed in reverse order."""
+    (:mod:`mindspeed_cp.ops.attention.cpu.kernels`), for which queries are computed in reverse order."""
 
     PLAIN = "plain"
     CAUSAL = "causal"

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.ops.attention.cuda.flash_attention import CudaFlashAttention
-from mindspeed_cp.ops.attention.cuda.flash_operator import FlashArguments, FlashOperator, RngState
-from mindspeed_cp.ops.attention.head_groups import pad_head_dim
+from mindspeed_cp.ops.attention.contract import pad_head_dim
+from mindspeed_cp.ops.attention.cuda.flash_attention import CudaFlashAttention, FlashArguments, FlashOperator, RngState
 from mindspeed_cp.ops.attention.lowering.fused_call import FusedCall
 from mindspeed_cp.ops.attention.lowering.fused_lowering import FusedCalls
 from mindspeed_cp.plan import AttentionConfig

@@ -9,12 +9,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mindspeed_cp.ascend_kernels.tile_attention import TILE_DTYPES, tile_attention_, tile_attention_backward_
-from mindspeed_cp.ascend_kernels.tile_schedule import TILE_MAX_HEAD_DIM, TileSchedule, schedule_block_rows
+from mindspeed_cp.ascend_kernels.tile_attention import (
+    TILE_DTYPES,
+    TILE_MAX_HEAD_DIM,
+    TileSchedule,
+    schedule_block_rows,
+    tile_attention_,
+    tile_attention_backward_,
+)
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention.accumulators import GradientAccumulator
-from mindspeed_cp.ops.attention.contract import BackwardState, ForwardState, Heads, check_dtype
-from mindspeed_cp.ops.attention.head_groups import contiguous_heads, uniform_head_groups, write_heads
+from mindspeed_cp.ops.attention.contract import (
+    BackwardState,
+    ForwardState,
+    Heads,
+    check_dtype,
+    contiguous_heads,
+    uniform_head_groups,
+    write_heads,
+)
 from mindspeed_cp.ops.attention.lowering.device_call import slopes_of
 from mindspeed_cp.plan import AttentionConfig
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.ops.attention.accumulators import GradientAccumulator, OutputAccumulator
-from mindspeed_cp.ops.attention.contract import BackwardState, ForwardState
-from mindspeed_cp.ops.attention.head_groups import (
+from mindspeed_cp.ops.attention.contract import (
+    BackwardState,
+    ForwardState,
     HeadGroup,
     pad_head_dim,
     uniform_head_groups,

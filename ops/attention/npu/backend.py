@@ -12,10 +12,17 @@ from torch import Tensor
 
 from mindspeed_cp.ascend_kernels.launch import has_triton
 from mindspeed_cp.ascend_kernels.merge import merge_parts
-from mindspeed_cp.device.npu_limits import check_npu_limits
+from mindspeed_cp.device.npu_profile import check_npu_limits
 from mindspeed_cp.errors import ConfigError
-from mindspeed_cp.ops.attention.contract import Heads, check_choice, check_dtype
-from mindspeed_cp.ops.attention.head_groups import HeadGroup, pad_head_dim, uniform_head_groups
+from mindspeed_cp.ops.attention.accumulators import merge_
+from mindspeed_cp.ops.attention.contract import (
+    HeadGroup,
+    Heads,
+    check_choice,
+    check_dtype,
+    pad_head_dim,
+    uniform_head_groups,
+)
 from mindspeed_cp.ops.attention.lowering.device_call import (
     DeviceCall,
     compressed_mask,
@@ -25,8 +32,7 @@ from mindspeed_cp.ops.attention.lowering.device_call import (
 )
 from mindspeed_cp.ops.attention.lowering.fused_backend import FusedBackend
 from mindspeed_cp.ops.attention.lowering.fused_call import CallLimits, FusedCall
-from mindspeed_cp.ops.attention.lowering.fused_lowering import FusedCalls, lower_to_fused_calls
-from mindspeed_cp.ops.attention.lowering.step_masks import lower_to_masks
+from mindspeed_cp.ops.attention.lowering.fused_lowering import FusedCalls, lower_to_fused_calls, lower_to_masks
 from mindspeed_cp.ops.attention.npu.fused_operator import (
     DropoutState,
     FusedArguments,
@@ -34,7 +40,6 @@ from mindspeed_cp.ops.attention.npu.fused_operator import (
     TorchNpuOperator,
     statistics_order,
 )
-from mindspeed_cp.ops.merge import merge_
 from mindspeed_cp.ops.rows import put_rows
 from mindspeed_cp.plan import AttentionConfig
 
@@ -56,9 +61,9 @@ class NpuAttention(FusedBackend):
             that step's rows and keys, in layout BSND.
         alibi: "shared": squares beside the diagonal share a call by the row-shift identity; "split": one call for each
             square, with its true starts.
-        merge: "fp32": :func:`mindspeed_cp.ops.merge.merge_`; "ring_update": npu_ring_attention_update, which rounds to
-            its input's type at every hop and therefore gets fp32 inputs; "triton":
-            :func:`mindspeed_cp.ascend_kernels.merge_parts`, one launch, by triton-ascend.
+        merge: "fp32": :func:`mindspeed_cp.ops.attention.accumulators.merge_`; "ring_update":
+            npu_ring_attention_update, which rounds to its input's type at every hop and therefore gets fp32 inputs;
+            "triton": :func:`mindspeed_cp.ascend_kernels.merge_parts`, one launch, by triton-ascend.
         statistics: what the gradient gets of the softmax: "max_sum": the largest score of a row over all keys and the
             sum of the exponentials, as of one forward, but lse and 1 in rows whose sink is larger than all scores by
             more than MAX_LSE_EXCESS, where the sum would overflow; "lse": lse and 1 in all rows, the same weights with
