@@ -114,7 +114,9 @@ def test_a_base_gives_what_is_not_measured(tmp_path: Path, monkeypatch: pytest.M
     }
     assert {"launch", "linear_efficiency", "communication_efficiency", "posting"} <= set(made.ranges)
     least, most = made.ranges["launch"]
-    assert least <= made.launch <= most and made.ranges["posting"] == base.ranges["posting"], "by the fit, and the base's"
+    assert least <= made.launch <= most and made.ranges["posting"] == base.ranges["posting"], (
+        "by the fit, and the base's"
+    )
     assert made == base.with_values(**own, ranges=made.ranges), "all else is the base's"
     code, out = calibrated(monkeypatch, tmp_path, IN_NODE, "--base", "a800")
     made = load_cluster(out)
