@@ -44,12 +44,6 @@ from mindspeed_cp.simulate.timeline import Timeline, fetch_waits
 #: Pieces of fetched keys that are tried, and the least share of a layer that ranks wait for keys where they are.
 FETCH_PIECES, LEAST_FETCH_WAITS = 2, 0.005
 
-#: Values of a cluster that are fixed costs of kernels, and of messages.
-FIXED_COSTS = (("launch",), ("posting", "in_node_latency", "network_latency"))
-
-#: Simulated plans that are simulated with higher fixed costs, too, the fastest ones.
-MOST_ROBUST_OF = 3
-
 #: Steps of fetched documents that need nothing from other nodes: the local block, and two rounds inside the node.
 LOCAL_STEPS = 3
 
@@ -106,8 +100,8 @@ def build_hierarchical(
             when it is there. Default: 2 if that is faster where placements are simulated, else 1.
         robustness: share of the modelled time that may be given up for a plan that loses less where fixed costs are
             higher. Of the simulated placements that are up to so much slower than the fastest, the one is used that
-            loses least to the others if launches, or posts and latencies of messages, take the most that the cluster
-            says they may (its `ranges`); 0: the fastest by the cluster's values.
+            loses least to the others if launches of kernels, or posts of messages, take the most that the cluster says
+            they may (its `ranges`); 0: the fastest by the cluster's values.
 
     Raises:
         ConfigError: the cluster has fewer ranks per node than the topology, or a document exceeds
@@ -157,7 +151,8 @@ def build_hierarchical(
     if simulated_placements == 1:
         return next(iter(plans.values()))
     cluster, layer = cluster_of(topology), LayerCost.for_attention(attention, *sizes, sequence_parallel)
-    slower = [cluster.at_range_end(True, names) for names in FIXED_COSTS]
+    slow = cluster.at_range_end(True)
+    more_launch, more_posting = slow.launch - cluster.launch, slow.posting - cluster.posting
 
     def simulate(plan: Plan) -> Timeline:
         return simulate_plan(plan, cluster, layer, COARSE_SPANS)
@@ -165,13 +160,11 @@ def build_hierarchical(
     def choose(timelines: Sequence[Timeline]) -> Timeline:
         """Return the timeline, of those that are nearly as short as the shortest, whose plan loses least to the others
         with larger fixed costs."""
-        by_total = sorted(timelines, key=lambda timeline: timeline.total)[:MOST_ROBUST_OF]
-        near = [each for each in by_total if each.total <= (1 + robustness) * by_total[0].total]
-        if len(near) == 1:
-            return near[0]
-        totals = [[simulate_plan(each.plan, at, layer, COARSE_SPANS).total for at in slower] for each in near]
-        losses = np.array([[each.total, *others] for each, others in zip(near, totals, strict=True)])
-        return near[int((losses / np.maximum(losses.min(0), 1e-12)).max(1).argmin())]
+        limit = (1 + robustness) * min(timeline.total for timeline in timelines)
+        near = [timeline for timeline in timelines if timeline.total <= limit]
+        costs = ((0.0, 0.0), (more_launch, 0.0), (0.0, more_posting))
+        totals = np.array([[timeline.with_fixed_costs(*more) for more in costs] for timeline in near])
+        return near[int((totals / np.maximum(totals.min(0), 1e-12)).max(1).argmin())]
 
     timelines = {placement: simulate(plan) for placement, plan in plans.items()}
     order, others = sorted(timelines, key=lambda placement: timelines[placement].total), []

@@ -57,9 +57,11 @@ def simulate_plan(
     tiles = TileCounter(plan, representative)
     linear_forward, linear_backward = (linear_times(plan, cost, backward) for backward in (False, True))
     compute, begin = np.zeros(plan.ranks), np.zeros(plan.ranks)
-    in_order, results = plan.algorithm not in PAIR_STREAMS, []
+    calls, in_order, results = np.zeros(plan.ranks), plan.algorithm not in PAIR_STREAMS, []
     for direction, linear in (("forward", linear_forward), ("backward", linear_backward)):
-        kernels = with_projections(tiles.work(direction).seconds(cost, direction == "backward"), linear, plan)
+        work = tiles.work(direction)
+        calls += work.calls.sum(1)
+        kernels = with_projections(work.seconds(cost, direction == "backward"), linear, plan)
         table = transfers(plan, direction, cost.layer.bytes_per_element, cost.layer.hidden_row_bytes)
         if len(table) and int(table["done"].max()) >= step_count(plan, direction):
             raise ConfigError(f"plan {plan.algorithm}: a transfer is due after the last step")
@@ -72,7 +74,7 @@ def simulate_plan(
     total, linear_total = float(backward_steps[:, -1, 2].max()), linear_forward.total + linear_backward.total
     return Timeline(
         total, compute, linear_total, total - compute - linear_total, forward_steps, backward_steps, forward_sent,
-        backward_sent, plan, cluster, cost.layer, len(np.unique(representative)),
+        backward_sent, plan, cluster, cost.layer, calls, len(np.unique(representative)),
     )  # fmt: skip
 
 

@@ -34,6 +34,7 @@ class Timeline:
         plan: the simulated plan.
         cluster: the cluster, with `plan.topology.ranks_per_node` ranks in use on each node.
         layer: linear part of the layer.
+        calls: kernel calls of attention of each rank, both directions, fp64 [ranks].
         ranks_counted: ranks whose tiles were counted. In plans of millions of tiles some ranks represent their
             neighbours.
     """
@@ -49,12 +50,21 @@ class Timeline:
     plan: Plan
     cluster: Cluster
     layer: LayerCost
+    calls: np.ndarray
     ranks_counted: int
 
     @property
     def ranks(self) -> int:
         """Number of context-parallel ranks."""
         return len(self.compute)
+
+    def with_fixed_costs(self, launch: float, posting: float) -> float:
+        """Return about the seconds that the layer takes if a kernel call and the post of a message take so much longer:
+        those of the rank that has the most of them are added to the total."""
+        posts = np.zeros(self.ranks)
+        for sent in (self.transfers_forward, self.transfers_backward):
+            posts += np.bincount(sent["src"], minlength=self.ranks) + np.bincount(sent["dst"], minlength=self.ranks)
+        return self.total + float((launch * self.calls + posting * posts).max())
 
     def steps(self, direction: str) -> np.ndarray:
         """Return `steps_forward` or `steps_backward`."""

@@ -76,6 +76,9 @@ LARGE_BATCH, LARGE_RANK, LARGE_SPLITS = 2**14, 4, (0.12, 0.0)
 #: Placements up to so many times as slow as the fastest are about as fast, and nearly as fast.
 NEARLY = (1.003, 1.015)
 
+#: The most of them whose loss with larger fixed costs is modelled.
+MOST_NEAR = 6
+
 #: Tolerance of token counts, which are sums of floating-point shares.
 TOKEN_ROUNDING = 0.5
 
@@ -177,9 +180,8 @@ class PlacementSearch:
         about as fast as the fastest, and of those that are nearly as fast; maybe such of `ranked` in fewer parts."""
         model, best = self.model.with_most_fixed_costs(), self.tried[0].seconds
         variants: list[tuple[float, float, Placement]] = []  # seconds, seconds with larger fixed costs
-        for trial in self.tried:
-            if trial.seconds > NEARLY[-1] * best:
-                break
+        near = {(trial.seconds, trial.waits): trial for trial in self.tried if trial.seconds <= NEARLY[-1] * best}
+        for trial in list(near.values())[:MOST_NEAR]:
             gain = LINEAR_LAYOUT_GAIN ** -float(trial.placement.policy.remap)
             fewer = model.in_parts(trial.placement)
             variants.append((trial.seconds, model.score(trial.placement).total * gain, trial.placement))
@@ -187,8 +189,7 @@ class PlacementSearch:
                 variants.append((self.model.score(fewer).total * gain, model.score(fewer).total * gain, fewer))
         chosen = []
         for within in NEARLY:
-            near = [variant for variant in variants if variant[0] <= within * best]
-            chosen.append(min(near, key=itemgetter(1))[2])
+            chosen.append(min((each for each in variants if each[0] <= within * best), key=itemgetter(1))[2])
         return chosen
 
     def _try_policies(self, remap: bool) -> None:
