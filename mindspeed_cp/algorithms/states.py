@@ -5,10 +5,10 @@
     relay     a state goes from segment to segment; each makes S M + H of it     fewest bytes; a round for each border
     gather    a rank gets the maps of all that comes before, and multiplies      1 round
     scan      pointer jumping: in round k the map of 2^k segments                1 + log2 rounds
-    heads     all-to-all: each rank has all documents of a range of heads        bytes grow with tokens, not with borders
+    heads     all-to-all: each rank has all documents of a range of heads        bytes grow with tokens, not borders
 
-In the backward only gradients travel, of the size of a state: along the same ways back, and under `gather` with the maps
-of what comes after.
+In the backward only gradients travel, of the size of a state: along the same ways back, and under `gather` with the
+maps of what comes after.
 """
 
 from __future__ import annotations
@@ -238,9 +238,7 @@ def _scan(chains: _Chains) -> tuple[StateProgram, StateProgram]:
 
     # passed[s]: map of the segments from pointer[s] up to that before s; without M once pointer[s] is a root, or -1
     pointer = {s: before[s] for s in entered}
-    passed = {
-        s: fetch(0, before[s], before[s], s, STATE | MAP if before[before[s]] >= 0 else STATE) for s in entered
-    }
+    passed = {s: fetch(0, before[s], before[s], s, STATE | MAP if before[before[s]] >= 0 else STATE) for s in entered}
     jumps: list[list[tuple[int, int, int]]] = []
     while True:
         level = [(s, pointer[s], passed[s]) for s in entered if pointer[s] >= 0 and before[pointer[s]] >= 0]
@@ -275,17 +273,15 @@ def _scan(chains: _Chains) -> tuple[StateProgram, StateProgram]:
             back.compute(step + 1, rank[far], ADD, pulled, total[far])
     results = [-1] * len(chains)
     for s in chains.by_depth:
-        by_rank = defaultdict(list)
+        by_rank: dict[int, list[int]] = defaultdict(list)
         for following in chains.after[s]:
             by_rank[rank[following]].append(total[following])
-        arrived = []
+        leaving = []
         for place, registers in by_rank.items():
-            register = _sum(back, len(jumps), place, registers)
-            arrived.append(
-                register if place == rank[s] else back.send(len(jumps) + 1, place, rank[s], register)
-            )
-        if arrived:
-            results[s] = _sum(back, len(jumps) + 1, rank[s], arrived)
+            summed = _sum(back, len(jumps), place, registers)
+            leaving.append(summed if place == rank[s] else back.send(len(jumps) + 1, place, rank[s], summed))
+        if leaving:
+            results[s] = _sum(back, len(jumps) + 1, rank[s], leaving)
     return forward, back.program(results)
 
 

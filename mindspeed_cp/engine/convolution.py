@@ -1,8 +1,8 @@
 """context_parallel_conv1d: the short causal convolution before linear attention, inside documents, across ranks.
 
-Every token reads itself and the `width` - 1 tokens before it on its path. Those that another rank holds, the halo of each
-segment, are fetched once by each rank that reads them; segments shorter than the halo take it from several ranks. A rank
-then convolves each of its segments with its halo before it::
+Every token reads itself and the `width` - 1 tokens before it on its path. Those that another rank holds, the halo of
+each segment, are fetched once by each rank that reads them; segments shorter than the halo take it from several ranks.
+A rank then convolves each of its segments with its halo before it::
 
     segment of a rank      5 6 7 8          of another document     0 1 2
     convolved           2 3 4 5 6 7 8       with zeros        0 0 0 0 1 2     width 4
@@ -21,11 +21,18 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from mindspeed_cp.comm import DEFAULT_TIMEOUT, RankRedistribution, Transport, group_rank, group_size, rank_redistribution
+from mindspeed_cp.comm import (
+    DEFAULT_TIMEOUT,
+    RankRedistribution,
+    Transport,
+    group_rank,
+    group_size,
+    rank_redistribution,
+)
 from mindspeed_cp.engine.hidden_states import redistribute_rows
+from mindspeed_cp.engine.linear_attention import bind_group
 from mindspeed_cp.engine.plan_cache import kept_with_plan
 from mindspeed_cp.engine.program_run import Run, run_to_end
-from mindspeed_cp.engine.states import bind_group
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.layout import TOKEN_SPAN, Layout, Redistribution
 from mindspeed_cp.plan import Plan
@@ -33,7 +40,7 @@ from mindspeed_cp.plan.states import StatePlan, last_token_before, segments_of
 from mindspeed_cp.schema.messages import short_repr
 
 #: Widest kernel: convolutions of linear attention have 2 to 4 rows, and each row more is one more of every halo.
-MOST_WIDTH = 256
+WIDTH_LIMIT = 256
 
 ACTIVATIONS = {None: None, "silu": functional.silu}
 
@@ -163,9 +170,9 @@ def context_parallel_conv1d(
     group: dist.ProcessGroup | None = None,
     timeout: float = DEFAULT_TIMEOUT,
 ) -> Tensor:
-    """Convolve each channel of the rows with the rows before them in the same document, in a tree on the same path, over
-    all ranks of a plan. Every rank of the group must call it with its own rows, and run its backward, including ranks
-    without tokens. Differentiable once in x, any number of times in the rest.
+    """Convolve each channel of the rows with the rows before them in the same document, in a tree on the same path,
+    over all ranks of a plan. Every rank of the group must call it with its own rows, and run its backward, including
+    ranks without tokens. Differentiable once.
 
     Args:
         x: rows of this rank in ``plan.batch_layout``, [t, channels].
@@ -210,8 +217,8 @@ def check_convolution(x: object, weight: object, bias: object, activation: objec
             raise ConfigError(f"{name} is {shown}; valid: a tensor [{'rows' if name == 'x' else 'channels'}, n]")
     assert isinstance(x, Tensor) and isinstance(weight, Tensor)
     channels, width = weight.shape
-    if not 1 <= width <= MOST_WIDTH:
-        raise ConfigError(f"weight has {width} columns, the width of the kernel; valid: 1 to {MOST_WIDTH}")
+    if not 1 <= width <= WIDTH_LIMIT:
+        raise ConfigError(f"weight has {width} columns, the width of the kernel; valid: 1 to {WIDTH_LIMIT}")
     if len(x) != rows:
         raise ConfigError(
             f"rank {rank}: x has {len(x)} rows; the plan gives this rank {rows} (is it a plan of another batch?)"

@@ -245,7 +245,8 @@ def segments_of(layout: Layout) -> np.ndarray:
     Where ranks have ranges of heads and each has whole documents, each rank has the segments of all of them.
     """
     spans = layout.spans
-    goes_on = [spans[name][1:] == spans[end][:-1] for name, end in (("rank", "rank"), ("doc", "doc"), ("start", "stop"))]
+    sides = (("rank", "rank"), ("doc", "doc"), ("start", "stop"))
+    goes_on = [spans[name][1:] == spans[end][:-1] for name, end in sides]
     first = np.flatnonzero(np.append(True, ~np.logical_and.reduce(goes_on))[: len(spans)])
     out = np.empty(len(first), SEGMENT)
     for name in ("rank", "doc", "start"):

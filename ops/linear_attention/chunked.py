@@ -131,7 +131,8 @@ class ChunkedOperator:
         def chunked(rows: Tensor, to: torch.dtype) -> Tensor:
             """Return rows [t, heads, channels] as chunks; those that are missing are 0 and change nothing."""
             padded = torch.cat([rows.to(to), rows.new_zeros((1, *rows.shape[1:]), dtype=to)])
-            return padded.index_select(0, chunks.rows).unflatten(0, (-1 if len(rows) else 0, chunks.size)).transpose(1, 2)
+            chosen = padded.index_select(0, chunks.rows)
+            return chosen.unflatten(0, (sum(chunks.active), chunks.size)).transpose(1, 2)
 
         q, k, v = (chunked(rows, dtype) for rows in (x.q, x.k, x.v))
         gate = x.gate if config.has_channel_gates else x.gate.unsqueeze(-1)
@@ -169,9 +170,7 @@ class ChunkedOperator:
         eye = torch.eye(channels, dtype=zero.dtype, device=zero.device).expand(len(table.mapped), heads, -1, -1)
         return self._last_states(prepared, numbers, None, eye)[where], states
 
-    def _last_states(
-        self, prepared: _Prepared, numbers: list[Tensor], values: Tensor | None, state: Tensor
-    ) -> Tensor:
+    def _last_states(self, prepared: _Prepared, numbers: list[Tensor], values: Tensor | None, state: Tensor) -> Tensor:
         """Return what segments make of states, [segments, heads, any, head_dim], if they write `values`, or nothing."""
         ends = []
         for position, chunk in enumerate(numbers):

@@ -98,11 +98,10 @@ class FlaOperator:
     ) -> tuple[Tensor, Tensor]:
         """Return outputs and last states, [heads, head_dim_v, head_dim], of all segments or of those of a name."""
         rows, offsets, offsets_cpu = _rows(prepared.table, name)
-        tensors = {field: None if value is None else (value if rows is None else value[rows]).unsqueeze(0)
-                   for field, value in x._asdict().items()}  # fmt: skip
-        arguments = {"q": tensors["q"], "k": tensors["k"], "v": tensors["v"], "g": tensors["gate"].float()}
-        if prepared.config.has_delta:
-            arguments["beta"] = tensors["beta"]
+        arguments = {"q": x.q, "k": x.k, "v": x.v, "g": x.gate.float()}
+        if x.beta is not None:
+            arguments["beta"] = x.beta
+        arguments = {name: (value if rows is None else value[rows])[None] for name, value in arguments.items()}
         out, last = _function(prepared.config.kind)(
             **arguments,
             scale=prepared.config.factor,

@@ -100,7 +100,8 @@ def _tokens_before(documents: Documents) -> np.ndarray:
     before = np.arange(-1, documents.tokens - 1)
     ends: list[int] = []  # last token of the path to each document
     parents = [-1] * len(documents) if documents.trees is None else documents.trees.parents.tolist()
-    for parent, start, stop in zip(parents, documents.offsets[:-1].tolist(), documents.offsets[1:].tolist(), strict=True):
+    offsets = documents.offsets.tolist()
+    for parent, start, stop in zip(parents, offsets[:-1], offsets[1:], strict=True):
         end = ends[parent] if parent >= 0 else -1
         if stop > start:
             before[start] = end
@@ -121,7 +122,7 @@ def _check_segments(plan: StatePlan) -> None:
     if not np.array_equal(tokens, wanted) or not np.array_equal(counts, computed.token_counts):
         raise PlanError("segments: their tokens are not the rows of compute_layout, rank by rank in ascending order")
     entering, documents = _tokens_before(plan.documents), plan.documents
-    if (documents.document_of(start) != segments["doc"]).any() or (documents.document_of(stop - 1) != segments["doc"]).any():
+    if any((documents.document_of(token) != segments["doc"]).any() for token in (start, stop - 1)):
         raise PlanError("segments: a segment is not of its document")
     expected = entering[start]
     heads = computed.head_bounds(plan.state.heads)
@@ -198,17 +199,17 @@ class _Registers:
 
     def run(self, program: StateProgram) -> None:
         """Run all steps, as ranks do: messages are read, then stored, then operations run in their order."""
-        bounds = [np.searchsorted(t["step"], np.arange(program.steps + 1)) for t in (program.messages, program.operations)]
-        for self.step in range(program.steps):
+        messages, operations = program.messages, program.operations
+        for self.step in np.union1d(messages["step"], operations["step"]).tolist():
             arrived = []
-            for _, src, dst, source, target, parts in program.messages[slice(*bounds[0][self.step : self.step + 2])].tolist():
+            for _, src, dst, source, target, parts in messages[messages["step"] == self.step].tolist():
                 label = f"a message from rank {src} to rank {dst}"
                 value = self.read(src, source, parts, label)
-                arrived.append((dst, target, _Value(value.map if parts & MAP else None,
-                                                    value.state if parts & STATE else None), label))  # fmt: skip
+                sent = _Value(value.map if parts & MAP else None, value.state if parts & STATE else None)
+                arrived.append((dst, target, sent, label))
             for message in arrived:
                 self.write(*message)
-            for _, rank, kind, a, b, out in program.operations[slice(*bounds[1][self.step : self.step + 2])].tolist():
+            for _, rank, kind, a, b, out in operations[operations["step"] == self.step].tolist():
                 self._operate(rank, kind, a, b, out)
 
     def _operate(self, rank: int, kind: int, a: int, b: int, out: int) -> None:
@@ -280,12 +281,11 @@ def _by_path(before: list[int]) -> list[int]:
 
 
 def _check_results(plan: StatePlan, held: _Registers, program: StateProgram, wanted: np.ndarray, name: str) -> None:
-    meaning = (
-        "product of the maps along its path" if name == "S_in" else "sum of the gradients of all that it enters"
-    )
+    meaning = "product of the maps along its path" if name == "S_in" else "sum of the gradients of all that it enters"
     ranks = plan.segments["rank"].tolist()
     for s in np.flatnonzero(program.results >= 0).tolist():
         value = held.read(ranks[s], int(program.results[s]), STATE, f"segment {s}")
+        assert value.state is not None
         if not np.array_equal(value.state, wanted[s]):
             record = plan.segments[s]
             raise PlanError(
