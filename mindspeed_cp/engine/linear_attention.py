@@ -42,8 +42,8 @@ def context_parallel_linear_attention(
     scale: float | None = None,
     batch_digest: int | None = None,
 ) -> Tensor:
-    """Compute linear attention over all ranks of a plan, each document by itself, in a tree each path. Every rank of the
-    group must call it with its own rows, and run its backward, including ranks without tokens.
+    """Compute linear attention over all ranks of a plan, each document by itself, in a tree each path. Every rank of
+    the group must call it with its own rows, and run its backward, including ranks without tokens.
 
     Differentiable once. States and maps are computed, kept and sent in fp32, with rows of fp64 in fp64. The backward
     computes the forward of the rank again; what other ranks sent is kept. :class:`mindspeed_cp.plan.states.StateConfig`

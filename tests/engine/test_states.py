@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from mindspeed_cp import (
     AttentionConfig,
@@ -106,14 +106,30 @@ def test_states_travel_in_fp32_under_bf16() -> None:
     assert errors[0] <= 1.1 * errors[1] + 1e-6 and errors[1] < 0.01
 
 
-class _NoSynchronization(TorchDispatchMode):
-    """Raises where an operator reads a value of a tensor back to the host, or makes sizes of values."""
+class _NoSynchronization(TorchFunctionMode):
+    """Raises where a value of a tensor is read back to the host, or decides a size."""
 
-    READERS = ("_local_scalar_dense", "nonzero", "item", "is_nonzero", "unique", "masked_select", "equal")
+    READERS = frozenset(
+        [
+            "item",
+            "tolist",
+            "numpy",
+            "cpu",
+            "nonzero",
+            "unique",
+            "masked_select",
+            "equal",
+            "allclose",
+            "is_nonzero",
+            "__bool__",
+            "__int__",
+            "__float__",
+            "__index__",
+        ]
+    )
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = function.overloadpacket.__name__
-        assert name not in self.READERS, f"{name} waits for the device"
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function.__name__ not in self.READERS, f"{function.__name__} waits for the device"
         return function(*args, **(kwargs or {}))
 
 
@@ -130,6 +146,8 @@ def test_a_layer_never_waits_for_a_value() -> None:
             shards = [layout.shard(x, rank) for x in rows]
             inputs.append(checked_inputs(*shards, context, ChunkedOperator()))
             calls.append(StateCall(context, ChunkedOperator(), network.transport(rank)))
+        with _NoSynchronization(), pytest.raises(AssertionError, match="item waits"):
+            rows.q.sum().item()
         with _NoSynchronization(), torch.no_grad():
             results = run_all_ranks([forward_run(*pair) for pair in zip(calls, inputs, strict=True)], network)
             runs = [
