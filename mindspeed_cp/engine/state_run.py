@@ -188,15 +188,20 @@ def forward_run(call: StateCall, x: StateInputs) -> Run[tuple[Tensor, Sequence[T
     if context.is_idle:
         out = x.v.new_zeros((*context.computed, context.state.head_dim_v))
     else:
-        table = context.table
+        registers: dict[int, Register] = {}
         with profile_range("linear attention"):
-            prepared = operator.prepare(x, context.state, table)
-            registers = _local_maps(context, *operator.maps(prepared)) if len(table.carried) else {}
+            prepared = operator.prepare(x, context.state, context.table)
+            if not len(context.table.entered):  # outputs wait for nothing, and S_out comes with them
+                out, states = operator.run(prepared, entering)
+                registers = _local_maps(context, states[:0], states)
+            elif len(context.table.carried):
+                registers = _local_maps(context, *operator.maps(prepared))
         yield from _run_steps(context, "forward", registers, entering, call.transport)
-        entering = _stacked(registers, context.results["forward"], entering)
         maps = [_map(registers, register) for register in context.kept]
-        with profile_range("linear attention"):
-            out, _ = operator.run(prepared, entering)
+        if len(context.table.entered):
+            entering = _stacked(registers, context.results["forward"], entering)
+            with profile_range("linear attention"):
+                out, _ = operator.run(prepared, entering)
         del prepared
     outputs = yield from _moved((out,), context.outward, call.transport, "outputs of linear attention")
     assert outputs[0] is not None
