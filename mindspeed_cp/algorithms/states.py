@@ -41,8 +41,9 @@ from mindspeed_cp.schema.messages import short_repr
 from mindspeed_cp.schema.numbers import check_type
 from mindspeed_cp.simulate.states import simulate_states
 
-#: `auto` leaves `gather` out if ranks would get more maps than this: it would move most bytes of all.
-GATHER_LIMIT = 20_000
+#: `auto` leaves out a schedule with more messages than about this: planning would take longer than the layer, and so
+#: many borders are cheaper by heads.
+MESSAGE_LIMIT = 20_000
 
 
 class _ProgramBuilder:
@@ -329,10 +330,12 @@ def build_state_plan(
         return relay
     seconds = {plan: simulate_states(plan, cluster).total for plan in (relay, _build(layout, state, topology, "heads"))}
     if simulate_states(_at_once(relay), cluster).total < min(seconds.values()):
-        passed = int(depths_of(segments, (segments["before"] >= 0).astype(np.int64)).sum())
-        for name in ("scan", "gather") if passed <= GATHER_LIMIT else ("scan",):
-            plan = _build(layout, state, topology, name, segments)
-            seconds[plan] = simulate_states(plan, cluster).total
+        passed = depths_of(segments, (segments["before"] >= 0).astype(np.int64))  # segments before each
+        rounds = int(passed.max(initial=1)).bit_length()
+        for name, messages in (("scan", relay.borders * rounds), ("gather", int(passed.sum()))):
+            if messages <= MESSAGE_LIMIT:
+                plan = _build(layout, state, topology, name, segments)
+                seconds[plan] = simulate_states(plan, cluster).total
     return min(seconds, key=lambda plan: seconds[plan])
 
 
