@@ -350,7 +350,7 @@ def _at_once(relay: StatePlan) -> StatePlan:
         if direction == "forward":
             messages["parts"][messages["source"] >= len(relay.segments)] |= MAP
         programs[direction] = replace(program, messages=messages, operations=program.operations[:0])
-    return replace(relay, **programs)
+    return replace(relay, forward=programs["forward"], backward=programs["backward"])
 
 
 def _build(
