@@ -141,14 +141,19 @@ class ChunkedOperator:
         decay = log.to(dtype).exp()
         last = log[:, :, -1:]
         q = q * config.factor
-        scores = _decayed_products(q, k, log, (q * k).sum(-1))
+        pairs = None if config.has_channel_gates else (log - log.mT).tril().to(dtype).exp().tril()
+
+        def decayed(rows: Tensor) -> Tensor:
+            """Return products of rows with k, decayed from one to the other, and 0 where k comes later."""
+            return _decayed_products(rows, k, log) if pairs is None else rows @ k.mT * pairs
+
+        scores = decayed(q)
         values, erases = v if beta is None else beta * v, None
         if config.has_delta:
             assert beta is not None
-            system = beta * _decayed_products(k, k, log, k.new_zeros(k.shape[:3]))  # its diagonal counts as 1
-            both = torch.linalg.solve_triangular(
-                system, torch.cat([values, beta * k * decay], -1), upper=False, unitriangular=True
-            )
+            both = torch.cat([values, beta * k * decay], -1)
+            # the diagonal counts as 1
+            both = torch.linalg.solve_triangular(beta * decayed(k), both, upper=False, unitriangular=True)
             values, erases = both.split([v.shape[-1], k.shape[-1]], -1)
         writes = k * (last - log).to(dtype).exp()
         return _Prepared(table, chunks, x.v.dtype, q * decay, scores, writes, values, erases, last)
@@ -212,19 +217,18 @@ class ChunkedOperator:
         return rows, last.index_select(0, chunks.slots(table, "carried"))
 
 
-def _decayed_products(a: Tensor, b: Tensor, log: Tensor, diagonal: Tensor) -> Tensor:
-    """Return sum_d a_rd b_id e^(L_rd - L_id) for i < r, the diagonal for i = r, and 0 for i > r; [..., rows, rows].
+def _decayed_products(a: Tensor, b: Tensor, log: Tensor) -> Tensor:
+    """Return sum_d a_rd b_id e^(L_rd - L_id) for i <= r, and 0 for i > r; [..., rows, rows].
 
     Blocks on the diagonal are joined two by two: rows of the second meet those of the first at its first row s, as
     e^(L_r - L_s) e^(L_s - L_i), and both exponents are at most 0.
 
     Args:
         a, b: [chunks, heads, rows, channels]; the number of rows is a power of two.
-        log: L, [chunks, heads, rows, channels or 1], fp64, which does not grow from row to row.
-        diagonal: [chunks, heads, rows].
+        log: L, [chunks, heads, rows, channels], fp64, which does not grow from row to row.
     """
     rows, half = a.shape[2], 1
-    out = diagonal[..., None, None]  # [chunks, heads, blocks, half, half]
+    out = (a * b).sum(-1)[..., None, None]  # [chunks, heads, blocks, half, half]
     while half < rows:
         pairs = (rows // (2 * half), 2, half)
         first, second = log.unflatten(2, pairs).unbind(3)
