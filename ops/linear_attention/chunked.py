@@ -141,7 +141,8 @@ class ChunkedOperator:
         decay = log.to(dtype).exp()
         last = log[:, :, -1:]
         q = q * config.factor
-        pairs = None if config.has_channel_gates else (log - log.mT).tril().to(dtype).exp().tril()
+        # the diagonal is 1 whatever the gates are: its gradients would cancel to rounding
+        pairs = None if config.has_channel_gates else (log - log.mT).tril(-1).to(dtype).exp().tril()
 
         def decayed(rows: Tensor) -> Tensor:
             """Return products of rows with k, decayed from one to the other, and 0 where k comes later."""
