@@ -69,7 +69,7 @@ def one_document() -> Iterator[dict[str, object]]:
                 shares = {schedule: size / received["heads"] for schedule, size in received.items()}
                 print(f"{name:14}{ranks:6}{tokens:9}{received['heads'] / MIB:10.0f}"
                       + "".join(f"{share:9.3f}" for share in shares.values()))  # fmt: skip
-                yield {"layout": name, "ranks": ranks, "tokens": tokens, "heads": received["heads"], **shares}
+                yield {"layout": name, "ranks": ranks, "tokens": tokens, "heads bytes": received["heads"], **shares}
 
 
 def plan_of(layout: Layout, cluster: str, schedule: str = "auto") -> StatePlan:
