@@ -72,6 +72,26 @@ def test_a_segment_is_the_affine_map_that_the_operator_returns(kind: str) -> Non
     ), rtol=1e-12, atol=1e-12)  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("kind", "module", "name"),
+    [
+        ("gated_delta", "qwen3_next.modeling_qwen3_next", "torch_recurrent_gated_delta_rule"),
+        ("kda", "kimi_linear.modeling_kimi_linear", "recurrent_kimi_delta_attention"),
+    ],
+)
+def test_the_arguments_mean_what_they_mean_in_hugging_face_models(kind: str, module: str, name: str) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    models = pytest.importorskip(f"transformers.models.{module}", reason="a transformers without this model")
+    state = StateConfig(kind, 2, 4, 3)
+    rows, _ = draw_rows(state, 70, 4)
+    table = SegmentTable(np.array([70]), *(np.zeros(0, np.int64),) * 3, torch.device("cpu"))
+    prepared = ChunkedOperator().prepare(rows, state, table)
+    out, _ = ChunkedOperator().run(prepared, torch.zeros(0, 2, 3, 4, dtype=torch.float64))
+    q, k, v, g, beta = (x[None].float() for x in rows)
+    wanted, _ = getattr(models, name)(q, k, v, g, beta, initial_state=None, output_final_state=False)
+    torch.testing.assert_close(out.float(), wanted[0], rtol=1e-5, atol=1e-5)
+
+
 # fla-core: functions with the signatures of its release 0.6, over the chunks in torch; its states are [.., K, V].
 
 
