@@ -2,8 +2,8 @@
 
 A plan says which rank holds which tokens, sends which keys and values to which rank, and computes which tiles;
 everything else runs, simulates, proves or draws that plan. Names are imported when they are first used, so that
-importing this package is quick and does not import torch; only `context_parallel_attention`,
-`context_parallel_latent_attention`, `context_parallel_roll` and `check_agreement` do.
+importing this package is quick and does not import torch; only the functions whose names begin with
+`context_parallel_`, and `check_agreement`, do.
 """
 
 from __future__ import annotations
@@ -14,16 +14,26 @@ from typing import TYPE_CHECKING, Any
 from mindspeed_cp.errors import ConfigError, OperatorError, PeerError, PlanError, missing_package
 
 if TYPE_CHECKING:
-    from mindspeed_cp.algorithms import build_plan, register_algorithm
+    from mindspeed_cp.algorithms import build_plan, build_state_plan, register_algorithm
     from mindspeed_cp.cluster.cluster import Cluster, load_cluster
     from mindspeed_cp.engine import (
         check_agreement,
         context_parallel_attention,
+        context_parallel_conv1d,
         context_parallel_latent_attention,
+        context_parallel_linear_attention,
         context_parallel_roll,
     )
     from mindspeed_cp.layout import Documents, Layout
-    from mindspeed_cp.plan import AttentionConfig, Plan, Topology, verify_plan
+    from mindspeed_cp.plan import (
+        AttentionConfig,
+        Plan,
+        StateConfig,
+        StatePlan,
+        Topology,
+        verify_plan,
+        verify_state_plan,
+    )
     from mindspeed_cp.simulate.simulator import simulate_plan
     from mindspeed_cp.simulate.timeline import Timeline
 
@@ -39,30 +49,40 @@ __all__ = [
     "PeerError",
     "Plan",
     "PlanError",
+    "StateConfig",
+    "StatePlan",
     "Timeline",
     "Topology",
     "build_plan",
+    "build_state_plan",
     "check_agreement",
     "context_parallel_attention",
+    "context_parallel_conv1d",
     "context_parallel_latent_attention",
+    "context_parallel_linear_attention",
     "context_parallel_roll",
     "load_cluster",
     "register_algorithm",
     "simulate_plan",
     "verify_plan",
+    "verify_state_plan",
 ]
 
 
 _MODULES = {
-    **dict.fromkeys(("AttentionConfig", "Plan", "Topology", "verify_plan"), "plan"),
+    **dict.fromkeys(
+        ("AttentionConfig", "Plan", "StateConfig", "StatePlan", "Topology", "verify_plan", "verify_state_plan"), "plan"
+    ),
     **dict.fromkeys(("Cluster", "load_cluster"), "cluster.cluster"),
     **dict.fromkeys(("Documents", "Layout"), "layout"),
-    **dict.fromkeys(("build_plan", "register_algorithm"), "algorithms"),
+    **dict.fromkeys(("build_plan", "build_state_plan", "register_algorithm"), "algorithms"),
     **dict.fromkeys(
         (
             "check_agreement",
             "context_parallel_attention",
+            "context_parallel_conv1d",
             "context_parallel_latent_attention",
+            "context_parallel_linear_attention",
             "context_parallel_roll",
         ),
         "engine",

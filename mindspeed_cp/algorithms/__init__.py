@@ -19,6 +19,7 @@ from mindspeed_cp.algorithms.registry import (
     register_algorithm,
 )
 from mindspeed_cp.algorithms.ring import build_ring
+from mindspeed_cp.algorithms.states import build_state_plan
 
 register_algorithm(
     "ring", build_ring, aliases=("p2p", "megatron_cp_algo"), use_for="long documents; little memory"
@@ -52,5 +53,6 @@ __all__ = [
     "algorithm_name_error",
     "algorithm_options",
     "build_plan",
+    "build_state_plan",
     "register_algorithm",
 ]

@@ -39,11 +39,12 @@ from torch import Tensor
 from mindspeed_cp import __version__
 from mindspeed_cp.comm.group_transport import DEFAULT_TIMEOUT, checked_timeout
 from mindspeed_cp.comm.groups import comm_library, failure_reason, group_rank, group_size, has_library, resolve_group
-from mindspeed_cp.engine.plan_cache import kept_with_plan
+from mindspeed_cp.engine.plan_cache import AnyPlan, kept_with_plan
 from mindspeed_cp.engine.profile_ranges import profile_range
 from mindspeed_cp.errors import ConfigError, PeerError
 from mindspeed_cp.ops.attention.contract import DropoutKey
 from mindspeed_cp.plan import AttentionConfig, Plan
+from mindspeed_cp.plan.states import StateConfig, StatePlan
 from mindspeed_cp.schema.messages import name_ranks
 from mindspeed_cp.schema.numbers import check_type
 
@@ -88,7 +89,7 @@ def check_agreement(
 
 
 def compare_plans(
-    plan: Plan,
+    plan: AnyPlan,
     details: Mapping[str, str],
     group: dist.ProcessGroup | None,
     device: torch.device | str,
@@ -155,14 +156,16 @@ def _differences(names: Sequence[str], hashes: np.ndarray, texts: np.ndarray) ->
     return differences
 
 
-def plan_digest(plan: Plan) -> int:
+def plan_digest(plan: AnyPlan) -> int:
     """Return a 64-bit digest of a plan and all its inputs. The first call computes it; it is kept as long as the plan
     lives."""
     return kept_with_plan(plan, "digest", lambda: digest64("\0".join(plan_fingerprints(plan).values())))
 
 
-def plan_fingerprints(plan: Plan) -> Mapping[str, str]:
+def plan_fingerprints(plan: AnyPlan) -> Mapping[str, str]:
     """Return the inputs of a plan by name, each as complete text or as its beginning and a digest of the rest."""
+    if isinstance(plan, StatePlan):
+        return kept_with_plan(plan, "fingerprints", lambda: _fingerprints_of_states(plan))
     return kept_with_plan(plan, "fingerprints", lambda: _fingerprints(plan))
 
 
@@ -183,6 +186,23 @@ def _fingerprints(plan: Plan) -> dict[str, str]:
             f"{sum(int(part.forward.fetch.items['rows'].sum()) for part in plan.parts_or_self)} rows sent",
             _program_arrays(plan),
         ),
+    }
+
+
+def _fingerprints_of_states(plan: StatePlan) -> dict[str, str]:
+    layouts = (plan.layout.spans, plan.compute_layout.spans, plan.compute_layout.head_bounds(plan.state.heads))
+    programs = [
+        array
+        for program in (plan.forward, plan.backward)
+        for array in (program.messages, program.operations, program.results)
+    ]
+    return {
+        "documents": _with_digest(repr(plan.documents), map(np.frombuffer, plan.documents.key, "bbb")),
+        "topology": f"{plan.topology.nodes} nodes of {plan.topology.ranks_per_node} ranks",
+        **{f"state.{field.name}": repr(_as_python(getattr(plan.state, field.name))) for field in fields(StateConfig)},
+        "schedule": plan.schedule,
+        "layout": _with_digest(f"rows {plan.layout.token_counts.tolist()}", layouts),
+        "program": _with_digest(f"{plan.borders} borders", [plan.segments, *programs]),
     }
 
 
@@ -348,7 +368,7 @@ class CallAgreement:
 
     def check(
         self,
-        plan: Plan,
+        plan: AnyPlan,
         dtype: torch.dtype,
         dropout: DropoutKey | None = None,
         batch_digest: int | None = None,
@@ -381,7 +401,7 @@ class CallAgreement:
         else:
             self._unread.append(comparison)
 
-    def _wait(self, comparison: _Comparison, plan: Plan, details: Mapping[str, str]) -> bool:
+    def _wait(self, comparison: _Comparison, plan: AnyPlan, details: Mapping[str, str]) -> bool:
         """Wait until all ranks take part, for WAIT_SECONDS; return False after that: it is read later, unless the
         messages of this call fail as well.
 
@@ -433,7 +453,7 @@ class CallAgreement:
             "release of mindspeed-cp (is a rank's data loader a batch ahead?)"
         )
 
-    def _start(self, digest: int, plan: Plan) -> _Comparison:
+    def _start(self, digest: int, plan: AnyPlan) -> _Comparison:
         call = f"{plan.algorithm} over {plan.documents!r}"
         if not self._has_host_library:
             return self._start_on_device(digest, call)

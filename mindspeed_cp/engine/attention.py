@@ -158,16 +158,16 @@ def checked_key(plan: Plan, key: DropoutKey | None) -> DropoutKey:
     return checked_dropout_key(key)
 
 
-def check_types(q: object, k: object, v: object, plan: object) -> None:
-    """Check that q, k and v are tensors of rows in memory, and the plan is one."""
+def check_types(q: object, k: object, v: object, *plan: object) -> None:
+    """Check that q, k and v are tensors of rows in memory, and the plan, if one is given, is one of attention."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise ConfigError(f"{name} is a {type(x).__name__}; valid: a torch.Tensor")
         if x.layout != torch.strided or x.is_nested or x.is_quantized:
             kind = "nested" if x.is_nested else "quantized" if x.is_quantized else f"of layout {x.layout}"
             raise ConfigError(f"{name} is {kind}; valid: a dense torch.Tensor, for example {name}.to_dense()")
-    if not isinstance(plan, Plan):
-        raise ConfigError(f"plan is {plan!r}; valid: a Plan, from build_plan")
+    if plan and not isinstance(plan[0], Plan):
+        raise ConfigError(f"plan is {plan[0]!r}; valid: a Plan, from build_plan")
 
 
 def check_options(training: object, batch_digest: object = None) -> None:

@@ -8,14 +8,18 @@ from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from mindspeed_cp.plan import Plan
+from mindspeed_cp.plan.states import StatePlan
 
 Value = TypeVar("Value")
 
-_values: WeakKeyDictionary[Plan, dict[Hashable, Any]] = WeakKeyDictionary()
+#: Plans, of either kind.
+AnyPlan = Plan | StatePlan
+
+_values: WeakKeyDictionary[AnyPlan, dict[Hashable, Any]] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def kept_with_plan(plan: Plan, key: Hashable, compute: Callable[[], Value]) -> Value:
+def kept_with_plan(plan: AnyPlan, key: Hashable, compute: Callable[[], Value]) -> Value:
     """Return what `compute` returned at the first call for this plan and key.
 
     Args:

@@ -11,8 +11,10 @@ from mindspeed_cp.plan.parts import (
 from mindspeed_cp.plan.problem import MASKS, RANK_LIMIT, UNLIMITED, AttentionConfig, Topology, alibi_slopes
 from mindspeed_cp.plan.program import Plan, Program
 from mindspeed_cp.plan.records import BAND, CAUSAL, CONTENT, FULL, TILE, MessageBuilder, Messages
+from mindspeed_cp.plan.states import StateConfig, StatePlan, StateProgram
 from mindspeed_cp.plan.transfers import traffic
 from mindspeed_cp.plan.verify import peak_bytes, verify_plan
+from mindspeed_cp.plan.verify.states import verify_state_plan
 
 __all__ = [
     "BAND",
@@ -28,6 +30,9 @@ __all__ = [
     "Messages",
     "Plan",
     "Program",
+    "StateConfig",
+    "StatePlan",
+    "StateProgram",
     "Topology",
     "alibi_slopes",
     "combine",
@@ -39,4 +44,5 @@ __all__ = [
     "select_layout",
     "traffic",
     "verify_plan",
+    "verify_state_plan",
 ]  # fmt: skip
