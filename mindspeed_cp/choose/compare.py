@@ -115,6 +115,8 @@ class Comparison:
         results: simulated algorithms, with the even ring, the fastest first.
         refused: algorithms that cannot run the case, by name, with the reason.
         notes: notes of the case, and notes of the simulation.
+        range_ends: (seconds of the fastest, of the even ring) on the first batch where values of the cluster that have
+            a range are at its fast end, and where they are at its slow end; empty: none has a range.
     """
 
     case: SimulationCase
@@ -123,6 +125,7 @@ class Comparison:
     results: tuple[AlgorithmResult, ...]
     refused: dict[str, str]
     notes: tuple[str, ...]
+    range_ends: tuple[tuple[float, float], ...] = ()
 
     def ms(self, seconds: float) -> str:
         """Return seconds as milliseconds, with as many digits as times of this case need: "136.53", "0.0912"."""
@@ -162,7 +165,12 @@ def compare_algorithms(
         except (ConfigError, PlanError) as error:
             refused[candidate.as_setting] = str(error)
     results.sort(key=lambda result: result.metrics.seconds)
-    return Comparison(case, bound, ring, tuple(results), refused, _notes(case, results))
+    ends = []
+    for slow in (False, True) if case.cluster.ranges else ():
+        end, plans = case.cluster.at_range_end(slow), (results[0].timeline.plan, ring.timeline.plan)
+        fastest, even = (simulate_plan(plan, end, case.layer).total for plan in plans)
+        ends.append((fastest, even))
+    return Comparison(case, bound, ring, tuple(results), refused, _notes(case, results), tuple(ends))
 
 
 def _simulate(

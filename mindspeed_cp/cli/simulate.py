@@ -12,7 +12,7 @@ from mindspeed_cp.cli.lengths import check_cost
 from mindspeed_cp.cli.options import SimulateOptions
 from mindspeed_cp.report.files import check_output_path, write_png
 from mindspeed_cp.report.progress import show_progress
-from mindspeed_cp.report.simulation import conclusion, simulation_dict, simulation_tables
+from mindspeed_cp.report.simulation import conclusion, range_of_conclusion, simulation_dict, simulation_tables
 from mindspeed_cp.report.text import print_tables, wrap_text
 from mindspeed_cp.report.timelines import comparison_figure
 from mindspeed_cp.report.trace_events import timeline_recording, write_trace
@@ -51,7 +51,7 @@ def run(options: SimulateOptions) -> int:
         print(wrap_text(f"note: {note}"))
     for kind, path in files.items():
         print(f"{kind}: {path}")
-    print(wrap_text(conclusion(comparison)))
+    print(wrap_text(" ".join((conclusion(comparison), range_of_conclusion(comparison))).strip()))
     return 0
 
 

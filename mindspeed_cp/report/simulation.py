@@ -82,6 +82,8 @@ def simulation_dict(comparison: Comparison) -> dict[str, Any]:
         "batches": [{"documents": len(batch), "tokens": batch.tokens} for batch in case.batches],
         "bound": comparison.bound,
         "conclusion": conclusion(comparison),
+        "range": range_of_conclusion(comparison),
+        "range_seconds": [{"fastest": fastest, "ring": ring} for fastest, ring in comparison.range_ends],
         "algorithms": [
             {
                 "name": item.name,
@@ -142,6 +144,21 @@ def conclusion(comparison: Comparison) -> str:
     if comparison.ring in slower[1:]:
         sentence += f"; {best.speedup:.2f} times as fast as the even ring"
     return f"{sentence}."
+
+
+def range_of_conclusion(comparison: Comparison) -> str:
+    """Return between what the time of the fastest algorithm lies, as a sentence; empty if the cluster has no ranges."""
+    if not comparison.range_ends:
+        return ""
+    (fast, fast_ring), (slow, slow_ring) = comparison.range_ends
+    ratios = sorted((fast_ring / fast, slow_ring / slow))
+    over = f", {ratios[0]:.2f} to {ratios[1]:.2f} times as fast as the even ring"
+    cluster, first = comparison.case.cluster, "" if len(comparison.case.batches) == 1 else " of the first batch"
+    return (
+        f"Not measured on {cluster.name}: {', '.join(cluster.ranges)}. Where all are at the fast or at the slow end of "
+        f"their ranges, {comparison.results[0].name} takes {comparison.ms(fast)} to {comparison.ms(slow)} ms{first}"
+        f"{over if comparison.results[0] is not comparison.ring else ''}."
+    )
 
 
 def _gain(comparison: Comparison, tied: Sequence[AlgorithmResult], slower: AlgorithmResult) -> str:
