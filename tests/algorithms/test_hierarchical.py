@@ -15,11 +15,12 @@ from mindspeed_cp.algorithms.hierarchical import choose_placement, plan_from_pla
 from mindspeed_cp.algorithms.placement.estimate import PlacementModel
 from mindspeed_cp.algorithms.placement.loads import MOST_MEMBERS, fill_fewest, water_fill
 from mindspeed_cp.algorithms.placement.placer import DocumentPlacer
-from mindspeed_cp.algorithms.placement.policy import PlacementPolicy
+from mindspeed_cp.algorithms.placement.policy import DocumentShares, Placement, PlacementPolicy
 from mindspeed_cp.algorithms.placement.search import min_cross_node_length
 from mindspeed_cp.cluster import LayerCost, load_cluster
 from mindspeed_cp.cluster.cluster import cluster_of
 from mindspeed_cp.data.lengths import sample_batch
+from mindspeed_cp.plan.tiles import count_pairs
 from mindspeed_cp.simulate.simulator import simulate_plan
 
 GQA = AttentionConfig(heads=32, kv_heads=8, head_dim=128)
@@ -289,3 +290,40 @@ def test_messages_of_a_step_pair_ranks_so_that_nodes_do_not_meet_at_one() -> Non
     for first in range(0, len(items), 8):  # every round: each rank sends once and receives once
         window = items[first : first + 8]
         assert len(set(window["src"].tolist())) == len(set(window["dst"].tolist())) == 8
+
+
+def test_ranks_that_wait_for_others_compute_more_of_their_local_block_before() -> None:
+    """Two ranks share the heads of document 0; the second has a long local document, so few tokens for its work, and
+    begins the backward long before the first, whose tokens are many."""
+    documents, topology = Documents([8000, 9000, *[100] * 170]), Topology(1, 2, "a2")
+    policy = PlacementPolicy(0.5, 0.0)
+    whole = DocumentShares.from_lists([(1, [1], [1.0]), *((doc, [0], [1.0]) for doc in range(2, 172))])
+    placement = Placement(policy, whole, {2: DocumentShares.from_lists([(0, [0], [1.0])])})
+    early = estimate_of(documents, topology, MHA).score(placement).early
+    assert early[0] == 0 < early[1] <= 1
+    plans = [
+        plan_from_placement(placement, documents, documents, topology, MHA, early=share) for share in (None, early)
+    ]
+    work = []  # of rank 1's local block in the first step of each direction, over all of it
+    for plan in plans:
+        verify_plan(plan)
+        part = plan.parts[0]
+        for program in (part.forward, part.backward):
+            rows = [program.tiles(1)[program.tiles(1)["step"] == step] for step in (0, 1)]
+            pairs = [float(count_pairs(tiles, MHA).sum()) for tiles in rows]
+            work.append(pairs[0] / sum(pairs))
+    assert work[:3] == pytest.approx([0.5] * 3, abs=0.03), "half before, half after"
+    assert work[3] == pytest.approx((1 + early[1]) / 2, abs=0.03)
+    before, after = (simulate_plan(plan, cluster_of(topology)).total for plan in plans)
+    assert after < before
+
+
+def test_of_nearly_equal_plans_the_one_that_loses_least_is_taken() -> None:
+    """Where posts may take long, a plan with fewer messages is taken, which is at most as much slower as it may be."""
+    documents, topology = Documents(sample_batch("wikipedia", 16 * 4096, 3)), Topology(2, 8, "h200")
+    cluster = cluster_of(topology)
+    slow = cluster.at_range_end(True, ["posting"])
+    fastest, robust = (build_plan(documents, topology, MHA, "hierarchical", robustness=share) for share in (0.0, 0.05))
+    seconds = [[simulate_plan(plan, each).total for each in (cluster, slow)] for plan in (fastest, robust)]
+    assert seconds[0][0] <= seconds[1][0] <= 1.05 * seconds[0][0]
+    assert seconds[1][1] < seconds[0][1]

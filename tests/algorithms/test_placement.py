@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from mindspeed_cp import AttentionConfig, Documents, Topology, build_plan, verif
 from mindspeed_cp.algorithms.hierarchical import choose_placement, plan_from_placement
 from mindspeed_cp.algorithms.placement.estimate import PlacementModel
 from mindspeed_cp.algorithms.placement.loads import UNBOUNDED, DocumentCosts, NodeLoads, NodeRoom, RankLoads
-from mindspeed_cp.algorithms.placement.placer import LATEST, DocumentPlacer, flexible_groups
+from mindspeed_cp.algorithms.placement.placer import LATEST, DocumentPlacer, flexible_groups, karmarkar_karp
 from mindspeed_cp.algorithms.placement.policy import (
     DocumentShares,
     Placement,
@@ -200,9 +201,10 @@ def test_plans_of_all_kinds_of_groups_are_proved(lengths, shape, heads, parts): 
     documents, topology, attention = Documents(lengths), Topology(*shape), AttentionConfig(heads=heads, head_dim=64)
     placer = DocumentPlacer(model_of(documents, topology, attention))
     flexible = placer.place_flexible(PlacementPolicy(0.0, NEVER, flexible=True))
+    equal = [placer.place_equal(PlacementPolicy(0, 0, equal=size)) for size in placer.equal_sizes]
     placements = [placer.place(PlacementPolicy(0.5, 0.0)), placer.place(PlacementPolicy(0.5, 0.0, wide=False))]
-    for placement in [*placements, *([] if flexible is None else [flexible])]:
-        placement = Placement(placement.policy, placement.whole, placement.split, parts)
+    for placement in [*placements, *(each for each in (flexible, *equal) if each is not None)]:
+        placement = Placement(placement.policy, placement.whole, placement.split, parts, parts)
         verify_plan(plan_from_placement(placement, documents, documents, topology, attention))
 
 
@@ -274,3 +276,41 @@ def test_flexible_groups_of_whole_nodes_split_heads_inside_nodes_alone() -> None
     assert len(nodes[0]) == len(nodes[1]) == 2 and not set(nodes[0]) & set(nodes[1])
     assert all(members.share[members.doc == doc].sum() == pytest.approx(1) for doc in (0, 1, 2))
     assert sorted(placement.whole.doc.tolist()) == [3, 4]
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(1, 3))
+def test_equal_groups_are_as_even_as_the_best_of_all(costs: list[int], groups: int) -> None:
+    """The largest differencing method is at most 7/6 of the least for two groups (Fischetti and Martello 1987)."""
+    costs = sorted(costs, reverse=True)
+    group = karmarkar_karp([float(cost) for cost in costs], groups)
+    assert len(group) == len(costs) and set(group) <= set(range(groups))
+    most = np.bincount(group, costs, groups).max()
+    least = min(np.bincount(each, costs, groups).max() for each in itertools.product(range(groups), repeat=len(costs)))
+    assert most <= (7 / 6 if groups == 2 else 4 / 3) * least
+
+
+def test_a_document_with_more_work_than_an_equal_group_gets_a_wider_one() -> None:
+    """Two long documents, each of a quarter of all work, on 16 ranks in groups of 2."""
+    documents, topology = Documents([8000, 8000, *[2000] * 32]), Topology(2, 8, "a2")
+    placement = DocumentPlacer(model_of(documents, topology)).place_equal(PlacementPolicy(0, 0, equal=2))
+    assert placement is not None and not len(placement.whole.doc)
+    size_of = {doc: size for size, members in placement.split.items() for doc in members.doc.tolist()}
+    assert size_of[0] == size_of[1] > 2 and all(size_of[doc] == 2 for doc in range(2, 34))
+    busy = model_of(documents, topology).score(placement).busy
+    assert busy.max() < 1.15 * busy.mean()
+
+
+def test_documents_over_several_nodes_travel_beside_each_other_in_parts() -> None:
+    """Six equal documents, each on two nodes: their redistributions hide behind the attention of others."""
+    documents, topology = Documents([40000] * 6), Topology(4, 8, "a800")
+    placement = DocumentPlacer(model_of(documents, topology)).place_equal(PlacementPolicy(0, 0, equal=16))
+    assert placement is not None and set(placement.split) == {16}
+    seconds = [
+        simulate_plan(
+            plan_from_placement(replace(placement, parts_across=parts), documents, documents, topology, MHA),
+            cluster_of(topology),
+        ).total
+        for parts in (1, 3)
+    ]
+    assert seconds[1] < 0.97 * seconds[0]
+    assert model_of(documents, topology).in_parts(placement).parts_across > 1

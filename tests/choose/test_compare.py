@@ -12,6 +12,7 @@ from mindspeed_cp.algorithms.hierarchical import choose_placement
 from mindspeed_cp.choose.candidates import Candidate
 from mindspeed_cp.choose.compare import Comparison, SimulationCase, compare_algorithms
 from mindspeed_cp.cluster import LayerCost, load_cluster
+from mindspeed_cp.report.simulation import range_of_conclusion
 from mindspeed_cp.simulate.simulator import simulate_plan
 from mindspeed_cp.simulate.timeline import wait_records, waiting_causes
 
@@ -127,3 +128,18 @@ def test_causes_tell_nodes_from_each_other() -> None:
     assert all("between nodes" not in name for name, _ in waiting_causes(inside))
     assert all("inside nodes" not in name for name, _ in waiting_causes(apart))
     assert waiting_causes(inside) and waiting_causes(apart)
+
+
+def test_the_ends_of_the_ranges_are_those_of_the_first_batch() -> None:
+    compared, where = comparison("direct"), problem()
+    best = compared.results[0]
+    assert [fastest for fastest, _ in compared.range_ends] == [
+        simulate_plan(best.timeline.plan, where.cluster.at_range_end(slow), where.layer).total for slow in (False, True)
+    ]
+    (fast, _), (slow, slow_ring) = compared.range_ends
+    assert fast < best.timeline.total < slow < slow_ring
+    text = range_of_conclusion(compared)
+    assert f"direct takes {compared.ms(fast)} to {compared.ms(slow)} ms of the first batch" in text
+    assert "Not measured on a2: attention_efficiency, linear_efficiency" in text and "as fast as the even ring" in text
+    certain = compare_algorithms(replace(where, cluster=where.cluster.with_values(ranges={})), [Candidate("direct")])
+    assert not certain.range_ends and not range_of_conclusion(certain)

@@ -138,3 +138,12 @@ def test_launches_have_a_peer_once_and_match_at_both_ends(messages):
     assert all(len(turns) == 2 and turns[0] == turns[1] for turns in launches.values()) and len(launches) == len(
         messages
     )
+
+
+def test_what_is_due_first_is_launched_first() -> None:
+    """Of two steps that wait, the second has the first two transfers; libraries without lists of pairs take all of a
+    step in one launch."""
+    nothing = torch.empty(0)
+    transfers = [Transfer(nothing, peer, True, 0, "", due) for peer, due in ((1, 3), (2, 3), (1, 0), (1, 0), (3, 0))]
+    assert split_launches(transfers, one_each=False) == [[2, 3, 4], [0, 1]]
+    assert split_launches(transfers) == [[2, 4], [3], [0, 1]]

@@ -6,7 +6,7 @@ import pytest
 
 from mindspeed_cp.choose.candidates import Candidate
 from mindspeed_cp.choose.compare import AlgorithmResult, Comparison, LayerMetrics
-from mindspeed_cp.report.simulation import conclusion, range_of_conclusion
+from mindspeed_cp.report.simulation import conclusion
 
 
 def result(name: str, attention: float, exposed: float, late: float = 0.0, ring: float = 10e-3) -> AlgorithmResult:

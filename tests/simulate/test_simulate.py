@@ -13,6 +13,7 @@ from mindspeed_cp.plan import program
 from mindspeed_cp.plan.transfers import TRANSFER
 from mindspeed_cp.plan.verify.memory import attention_peak_bytes
 from mindspeed_cp.simulate.link_queues import LinkQueues
+from mindspeed_cp.simulate.simulator import simulate_direction
 from mindspeed_cp.simulate.tile_work import TileCounter
 from mindspeed_cp.simulate.timeline import launch_overheads
 
@@ -215,6 +216,20 @@ def test_both_ends_of_each_message_pay() -> None:
     rows = table((0, 1, 0, 1, 0), (0, 2, 0, 0, 0), (0, 2, 0, 0, 1), (2, 1, 1, 1, 0))
     assert launch_overheads(rows, 3, 2, 2.0).tolist() == [[6, 0], [2, 2], [4, 2]]
     assert not launch_overheads(rows, 3, 2, 0.0).any() and not launch_overheads(rows[:0], 3, 2, 2.0).any()
+
+
+def test_launches_of_a_rank_are_in_order() -> None:
+    """Rank 0 sends to 1 and, in the next step, to 2, over links of their own: one after the other on one stream, at once
+    where each pair has a stream."""
+    cluster = only_links("a2", 3).with_values(in_node_latency=0.0)
+    rows = table((0, 1, 0, 2, 0), (0, 2, 1, 2, 0))
+    rows["bytes"] = cluster.effective_pair  # a second each
+    for in_order, end in ((True, [1.0, 2.0]), (False, [1.0, 1.0])):
+        _, timed = simulate_direction(np.zeros((3, 3)), rows, LinkQueues(cluster, 1), np.zeros(3), in_order)
+        assert timed["end"] == pytest.approx(end)
+    rows["start"], rows["done"] = 0, (2, 1)  # what is due first is launched first
+    _, timed = simulate_direction(np.zeros((3, 3)), rows, LinkQueues(cluster, 1), np.zeros(3))
+    assert timed["end"] == pytest.approx([2.0, 1.0])
 
 
 def test_a_plan_pays_for_its_messages_and_they_leave_when_all_are_posted() -> None:
