@@ -168,7 +168,7 @@ def build_hierarchical(
 
     timelines = {placement: simulate(plan) for placement, plan in plans.items()}
     order, others = sorted(timelines, key=lambda placement: timelines[placement].total), []
-    if order[0].parts_across > 1:  # keys that groups fetch from each other may keep the links busy anyway
+    if order[0].parts_across > 1 and order[0].has_fetching_groups:  # their keys may keep the links busy anyway
         others.append(replace(order[0], parts_across=1))
     for placement in order[:levelled]:  # again, with less work for the ranks that waited long
         timeline = timelines[placement]

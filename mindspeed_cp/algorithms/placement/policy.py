@@ -147,6 +147,11 @@ class Placement:
         return shared, {size: entries for size, entries in split.items() if entries}
 
     @property
+    def has_fetching_groups(self) -> bool:
+        """True if a document whose heads are split is on several groups, which fetch its keys from each other."""
+        return any(len(np.unique(members.doc)) < len(members.doc) for members in self.split.values())
+
+    @property
     def split_documents(self) -> np.ndarray:
         """Documents whose heads are split, int64."""
         return np.unique(np.concatenate([np.zeros(0, np.int64), *(members.doc for members in self.split.values())]))

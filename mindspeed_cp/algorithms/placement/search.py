@@ -76,6 +76,9 @@ LARGE_BATCH, LARGE_RANK, LARGE_SPLITS = 2**14, 4, (0.12, 0.0)
 #: Placements up to so many times as slow as the fastest are about as fast, and nearly as fast.
 NEARLY = (1.003, 1.015)
 
+#: With larger fixed costs they must be at most so many times as slow as the fastest then is.
+WORTHWHILE = 0.99
+
 #: The most of them whose loss with larger fixed costs is modelled.
 MOST_NEAR = 6
 
@@ -177,7 +180,8 @@ class PlacementSearch:
 
     def robust(self) -> list[Placement]:
         """Return the placements that lose least if fixed costs are the most that the cluster says, of those that are
-        about as fast as the fastest, and of those that are nearly as fast; maybe such of `ranked` in fewer parts."""
+        about as fast as the fastest, and of those that are nearly as fast, where that is worthwhile; maybe such of
+        `ranked` in fewer parts."""
         model, best = self.model.with_most_fixed_costs(), self.tried[0].seconds
         variants: list[tuple[float, float, Placement]] = []  # seconds, seconds with larger fixed costs
         near = {(trial.seconds, trial.waits): trial for trial in self.tried if trial.seconds <= NEARLY[-1] * best}
@@ -189,7 +193,9 @@ class PlacementSearch:
                 variants.append((self.model.score(fewer).total * gain, model.score(fewer).total * gain, fewer))
         chosen = []
         for within in NEARLY:
-            chosen.append(min((each for each in variants if each[0] <= within * best), key=itemgetter(1))[2])
+            _, slow, placement = min((each for each in variants if each[0] <= within * best), key=itemgetter(1))
+            if slow < WORTHWHILE * variants[0][1]:
+                chosen.append(placement)
         return chosen
 
     def _try_policies(self, remap: bool) -> None:
