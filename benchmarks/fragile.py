@@ -84,7 +84,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, list[f
             seconds = {"unaware": unaware.seconds, "aware": aware_seconds(documents, where, folder)}
             least = bound([documents], where)
             for name, total in seconds.items():
-                rows[change][name].append(min(rivals) / total)
+                rows[change][name].append(min(rivals, default=float("inf")) / total)
                 rows[change]["bound" if name == "unaware" else "aware_bound"].append(least / total)
     print(
         "modelled; over the fastest of " + ", ".join(RIVALS) + ": mean, 5 % quantile, least; of the bound: mean, least"
@@ -118,15 +118,10 @@ def aware_seconds(documents: Documents, place: Place, folder: Path) -> float:
 
 
 def written(cluster: Cluster, place: Place, folder: Path) -> Path:
-    """Return a file of a changed cluster, whose ranges are changed alike."""
-    factors = dict(place.changed)
-    ranges = {name: [end * factors.get(name, 1.0) for end in ends] for name, ends in cluster.ranges.items()}
-    for name, ends in ranges.items():
-        if name.endswith("efficiency"):
-            ranges[name] = [min(end, 1.0) for end in ends]
+    """Return a file of a changed cluster."""
     change = "-".join(f"{name}-{factor}" for name, factor in place.changed)
     path = folder / f"{place.name}-{place.ranks}-{change}.yaml"
-    path.write_text(json.dumps(preset_values(cluster) | {"ranges": ranges}))
+    path.write_text(json.dumps(preset_values(cluster)))
     return path
 
 

@@ -91,11 +91,11 @@ def build_hierarchical(
         ffn_hidden_size: FFN size of the model, for the cost of linear layers; default: 8/3 of hidden_size.
         tensor_model_parallel_size: tensor-parallel ranks of the model, for the cost of linear layers.
         sequence_parallel: tensor-parallel ranks share the rows of hidden states, so that each moves its share.
-        simulated_placements: number of placements that are built and simulated (`mindspeed_cp.simulate_plan`);
-            the fastest is used. More than half are the best of the planner's model, of different policies, and of
-            different kinds if one is nearly as fast; the others are the fastest of them with less work for the ranks
-            that waited long. Default: 3 on up to 16 ranks, 4 on up to 128, 9 on up to 1,024, else 1, which is not
-            simulated.
+        simulated_placements: number of placements that are built and simulated (`mindspeed_cp.simulate_plan`), and
+            compared. More than half are the best of the planner's model, of different policies, and of different
+            kinds if one is nearly as fast; the others are the fastest of them with less work for the ranks that waited
+            long. Up to four more are variants with fewer messages or parts, and with fewer tokens on a rank under a
+            limit. Default: 3 on up to 16 ranks, 4 on up to 128, 9 on up to 1,024, else 1, which is not simulated.
         fetch_pieces: pieces in which fetched keys and values, and their gradients, travel; attention on a piece begins
             when it is there. Default: 2 if that is faster where placements are simulated, else 1.
         robustness: share of the modelled time that may be given up for a plan that loses less where fixed costs are

@@ -95,8 +95,8 @@ def _ranges(values: dict[str, Any], fits: MeasuredFits) -> dict[str, tuple[float
     out: dict[str, tuple[float, float]] = {}
     for name, fit in fit_of.items():
         if fit is not None:
-            error, most = float(np.abs(fit.errors).max()), 1.0 if name.endswith("efficiency") else np.inf
-            out[name] = values[name] / (1 + error), min(values[name] * (1 + error), most)
+            error = float(np.abs(fit.errors).max())
+            out[name] = values[name] / (1 + error), min(values[name] * (1 + error), 1.0)
     if fits.posting is not None:
         out["posting"] = 0.0, fits.posting
     return out

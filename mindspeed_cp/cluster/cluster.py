@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from mindspeed_cp.errors import ConfigError
 from mindspeed_cp.plan.problem import Topology
@@ -104,7 +104,7 @@ class Cluster(Section):
     posting: Seconds = DEFAULT_POSTING
     device: str = ""
     kernel_times: Annotated[tuple[KernelTime, ...], Field(strict=False)] = ()  # a file has a list
-    ranges: dict[str, Annotated[tuple[float, float], Field(strict=False)]] = Field(default_factory=dict)
+    ranges: dict[str, tuple[float, float]] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _links_agree(self) -> Cluster:
@@ -119,16 +119,30 @@ class Cluster(Section):
             raise bad_value("rank_bandwidth", self.rank_bandwidth, rule)
         return self
 
+    @field_validator("ranges", mode="before")
+    @classmethod
+    def _are_ranges(cls, ranges: Any) -> Any:
+        rule = f"must be a mapping of {', '.join(RANGED)} to the least and the most that each may be"
+        if not isinstance(ranges, dict) or not set(ranges) <= set(RANGED):
+            raise bad_value("ranges", ranges, rule)
+        for name, ends in ranges.items():
+            numbers = ends if isinstance(ends, (list, tuple)) else ()
+            if len(numbers) != 2 or any(isinstance(end, bool) or not isinstance(end, (int, float)) for end in numbers):
+                raise bad_value(f"ranges.{name}", ends, "must be two numbers, the least and the most that it may be")
+        return {name: (float(least), float(most)) for name, (least, most) in ranges.items()}
+
     @model_validator(mode="after")
     def _ranges_hold(self) -> Cluster:
         for name, (least, most) in self.ranges.items():
-            if name not in RANGED:
-                raise bad_value("ranges", name, f"must have keys of {', '.join(RANGED)}")
-            if not 0 <= least <= most or (name.endswith("efficiency") and not 0 < least <= most <= 1):
-                raise bad_value(
-                    f"ranges.{name}", [least, most], "must be the least and the most value that it may have"
-                )
+            value, above = getattr(self, name), " above 0" if name.endswith("efficiency") else ""
+            if not 0 <= least <= value <= most <= 1 or (above and not least):
+                rule = f"must be the least and the most that {name} = {value:g} may be, from 0{above} to 1"
+                raise bad_value(f"ranges.{name}", [least, most], rule)
         return self
+
+    def __hash__(self) -> int:
+        """Return a hash of the values without the ranges, which are a mapping."""
+        return hash(tuple(value for key, value in self if key != "ranges"))
 
     @property
     def effective_pair(self) -> float:
@@ -151,12 +165,13 @@ class Cluster(Section):
         return node * self.nics_per_node + local_rank * self.nics_per_node // self.ranks_per_node
 
     def with_values(self, **changes: Any) -> Cluster:
-        """Return a copy with some values changed.
+        """Return a copy with some values changed; those that have a range lose it.
 
         Raises:
             ConfigError: A name is unknown or a value is out of range.
         """
-        return Cluster(**{**dict(self), **changes})
+        ranges = {name: ends for name, ends in self.ranges.items() if name not in changes}
+        return Cluster(**{**dict(self), "ranges": ranges, **changes})
 
     def at_range_end(self, slow: bool, names: Iterable[str] = RANGED) -> Cluster:
         """Return the cluster with some values at the slow or at the fast end of their ranges.

@@ -8,7 +8,8 @@ another. (Groups chosen by even and odd ranks would put the two ends of an odd r
 groups.)
 
 Each pair and direction costs a communicator with its buffers, which pays off where a rank has few neighbors, as in
-rings. Without directional groups, all messages of a step are one launch in the group itself.
+rings. Without directional groups, the messages of a step that are due at once are one launch in the group
+itself.
 """
 
 from __future__ import annotations

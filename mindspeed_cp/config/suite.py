@@ -107,9 +107,9 @@ class SuiteSettings(Section):
     )
     p2p_groups: Literal["auto", "batched", "directional"] = Field(
         default="auto",
-        description="on devices: batched: one launch for all messages of a step; directional: a group per direction, "
-        "so that each neighbour has one stream for sending and one for receiving; auto: directional for rings (one "
-        "cycle), else batched",
+        description="on devices: batched: one launch for all messages of a step that are due at once; directional: a "
+        "group per direction, so that each neighbour has one stream for sending and one for receiving; auto: "
+        "directional for rings (one cycle), else batched",
     )
     hccl_buffer_mb: PositiveInt | None = Field(
         default=None,

@@ -155,7 +155,7 @@ def range_of_conclusion(comparison: Comparison) -> str:
     over = f", {ratios[0]:.2f} to {ratios[1]:.2f} times as fast as the even ring"
     cluster, first = comparison.case.cluster, "" if len(comparison.case.batches) == 1 else " of the first batch"
     return (
-        f"Not measured on {cluster.name}: {', '.join(cluster.ranges)}. Where all are at the fast or at the slow end of "
+        f"Uncertain on {cluster.name}: {', '.join(cluster.ranges)}. Where all are at the fast or at the slow end of "
         f"their ranges, {comparison.results[0].name} takes {comparison.ms(fast)} to {comparison.ms(slow)} ms{first}"
         f"{over if comparison.results[0] is not comparison.ring else ''}."
     )

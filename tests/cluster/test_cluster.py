@@ -67,7 +67,8 @@ def test_everything_takes_longer_at_the_slow_end_of_the_ranges() -> None:
         order = [getattr(each, key) for each in (fast, cluster, slow)]
         assert order == sorted(order, reverse=key.endswith("efficiency")) and order[0] != order[2]
     only = cluster.at_range_end(True, ["launch", "network_latency"])  # the second has no range
-    assert only == cluster.with_values(launch=cluster.ranges["launch"][1])
+    assert only == cluster.with_values(launch=cluster.ranges["launch"][1]) and "launch" not in only.ranges
+    assert hash(cluster) == hash(load_cluster("a2")) and only.ranges.keys() == cluster.ranges.keys() - {"launch"}
 
 
 def test_a_file_without_posting_has_the_launch_overhead_of_the_presets(tmp_path: Path) -> None:
@@ -87,8 +88,11 @@ def test_a_file_without_posting_has_the_launch_overhead_of_the_presets(tmp_path:
         (r"^ranks_per_node: 8", "ranks_per_node: 0", r"ranks_per_node = 0: must be an integer >= 1"),
         (r"^fabric: mesh", "fabric: torus", r'fabric = "torus": must be one of mesh, switch'),
         (r"^linear_efficiency: 0.7", "linear_efficiency: 1.7", r"linear_efficiency = 1.7: must be a number > 0 and <= 1"),
-        (r"^  launch: \S+ \S+", "  launch: [7e-5, 5e-6]", r"ranges.launch = .*: must be the least and the most value"),
-        (r"^  launch: \S+ \S+", "  memory: [1, 2]", r'ranges = "memory": must have keys of attention_efficiency'),
+        (r"^  launch: \S+ \S+", "  launch: [7e-5, 5e-6]", r"ranges.launch = .*: must be the least and the most that"),
+        (r"^  launch: \S+ \S+", "  launch: [0, 5e-6]", r"the most that launch = 1e-05 may be, from 0 to 1"),
+        (r"^  launch: \S+ \S+", "  launch: [0, 5]", r"ranges.launch = .*5.0\]: must be .* from 0 to 1"),
+        (r"^  launch: \S+ \S+", "  launch: 5e-6", r"ranges.launch = 5e-06: must be two numbers"),
+        (r"^  launch: \S+ \S+", "  memory: [1, 2]", r"ranges = .*: must be a mapping of attention_efficiency, .* to the least and the most"),
         (r"^rank_bandwidth: \S+", "rank_bandwidth: 300e9", r"rank_bandwidth = 3.*must be from pair_bandwidth to .*1.96e\+11"),
         (r"^rank_bandwidth: \S+", "rank_bandwidth: 1e9", r"rank_bandwidth = 1.*must be from pair_bandwidth to"),
         (r"^fabric: mesh", "fabric: switch", r"rank_bandwidth = 196.*: must be pair_bandwidth, 2.8e\+10: with fabric: switch"),

@@ -112,7 +112,7 @@ def _check_of_scripts(args: Namespace, suite: SuiteSettings) -> None:
     if suite.p2p_groups == "directional":
         raise ConfigError(
             "p2p_groups is 'directional'; valid in Megatron's own scripts: 'auto' or 'batched', which both send the "
-            "messages of a step in one launch; `mindspeed-cp train` opens directional groups"
+            "messages of a step that are due at once in one launch; `mindspeed-cp train` opens directional groups"
         )
     if suite.hccl_buffer_mb is not None:
         raise ConfigError(
