@@ -373,12 +373,14 @@ class CallAgreement:
         dropout: DropoutKey | None = None,
         batch_digest: int | None = None,
         has_sink: bool = False,
+        **further: object,
     ) -> None:
-        """Compare this call with those of the other ranks, and read earlier comparisons that have finished.
+        """Compare this call with those of the other ranks, and read earlier comparisons that have finished; `further`
+        are values of the call by name.
 
         Raises:
-            ConfigError: ranks run different releases, plans, types, dropout keys or batches; names ranks and
-                differences if this call waits for the comparison, else the ranks.
+            ConfigError: ranks run different releases, plans, types, dropout keys, batches or further values; names
+                ranks and differences if this call waits for the comparison, else the ranks.
         """
         self.read_finished()
         details = {
@@ -386,6 +388,7 @@ class CallAgreement:
             "dropout_key": str(dropout),
             "batch_digest": str(batch_digest),
             "has_sink": str(has_sink),
+            **{name: str(value) for name, value in further.items()},
         }
         call = digest64(" ".join([RELEASE, str(plan_digest(plan)), *details.values()]))
         announced = _announced.get(self._group)

@@ -150,7 +150,7 @@ class _FetchHalo(torch.autograd.Function):
 def convolve(x: Tensor, fetched: Tensor, weight: Tensor, bias: Tensor | None, halo: RankHalo) -> Tensor:
     """Convolve the segments of a rank; the rows before them are `fetched` from other ranks."""
     if not halo.rows:  # nothing to compute, but the rows that others read have gradients to receive
-        return x + fetched.sum() + weight.sum() * 0
+        return x + fetched.sum() + (weight.sum() if bias is None else weight.sum() + bias.sum()) * 0
     rows = torch.cat([x, fetched, x.new_zeros(1, x.shape[1])]).index_select(0, halo.stream)
     out = functional.conv1d(rows.t()[None], weight[:, None], bias, groups=x.shape[1])[0].t()
     return out.index_select(0, halo.outputs)
@@ -171,9 +171,10 @@ def context_parallel_conv1d(
 
     Args:
         x: rows of this rank in ``plan.batch_layout``, [t, channels].
-        weight: [channels, width], the last column is that of the row itself, as in torch's conv1d; the same on all
-            ranks. Its gradient on a rank is that of the rank's rows; frameworks add it up over ranks.
-        plan: a Plan, or a plan of states; the same on every rank. Every call compares it.
+        weight: [channels, width], width 1 to 256; the last column is that of the row itself, as in torch's conv1d; the
+            same on all ranks. Its gradient on a rank is that of the rank's rows; frameworks add it up over ranks.
+        plan: a Plan, or a plan of states. The same on every rank, as the sizes of weight, activation, and whether there
+            is a bias; every call compares these.
         bias: [channels], or None.
         activation: None or "silu".
         group: context-parallel ranks; default: all processes.
@@ -198,7 +199,8 @@ def context_parallel_conv1d(
     transport = None
     if ranks > 1:
         transport, agreement = bind_group(plan, group, timeout, x.device)
-        agreement.check(plan, x.dtype)
+        kernel = (*weight.shape, activation, bias is not None)  # of all rows that travel
+        agreement.check(plan, x.dtype, channels_width_activation_bias=kernel)
     out = convolve(x, _FetchHalo.apply(x, halo, transport), weight, bias, halo)
     function = ACTIVATIONS[activation]
     return out if function is None else function(out)
@@ -218,6 +220,8 @@ def check_convolution(x: object, weight: object, bias: object, activation: objec
         raise ConfigError(
             f"rank {rank}: x has {len(x)} rows; the plan gives this rank {rows} (is it a plan of another batch?)"
         )
+    if not x.is_floating_point():
+        raise ConfigError(f"x is {x.dtype}; valid: a type of floating-point numbers")
     if x.shape[1] != channels:
         raise ConfigError(f"x has {x.shape[1]} channels, weight {channels}; valid: equally many")
     if bias is not None and (not isinstance(bias, Tensor) or bias.shape != (channels,)):

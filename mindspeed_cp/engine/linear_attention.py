@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ def context_parallel_linear_attention(
     gate: Tensor,
     beta: Tensor | None,
     plan: Plan | StatePlan,
-    kind: str = "gated_delta",
+    kind: str | None = None,
     group: dist.ProcessGroup | None = None,
     backend: str | StateOperator | None = None,
     timeout: float = DEFAULT_TIMEOUT,
@@ -55,8 +55,8 @@ def context_parallel_linear_attention(
         q, k: rows of this rank in ``plan.batch_layout``, [t, key_heads, head_dim]; after convolution and normalization.
         v: [t, heads, head_dim_v].
         gate: log of the decay, at most 0: [t, heads]; kda: [t, heads, head_dim]; lightning: also [heads].
-        beta: write strength, [t, heads], from 0 to 2; kinds without a delta term also take None, which is 1. Mamba2's
-            step width is beta, and times its A the gate.
+        beta: write strength, [t, heads], of kinds with a delta term from 0 to 2, of others 0 or more, or None, which is
+            1. Mamba2's step width is beta, and times its A the gate.
         plan: from :func:`mindspeed_cp.build_state_plan`; or a Plan, for whose batch layout it is then built once, with
             the schedule that is fastest by the cost model. The same on every rank; every call compares it.
         kind: "gated_delta", "kda", "lightning" or "mamba2".
@@ -76,6 +76,8 @@ def context_parallel_linear_attention(
     """
     check_types(q, k, v)
     check_options(True, batch_digest)
+    if kind is None:
+        kind = plan.state.kind if isinstance(plan, StatePlan) else "gated_delta"
     config = _checked_config(q, k, v, kind, scale)
     states = state_plan_of(plan, config)
     ranks = group_size(group)
@@ -88,7 +90,8 @@ def context_parallel_linear_attention(
     transport = agreement = None
     if ranks > 1:
         transport, agreement = bind_group(states, group, timeout, q.device)
-        agreement.check(states, q.dtype, batch_digest=batch_digest)
+        types = [None if each is None else str(each.dtype) for each in (x.v, x.gate, x.beta)]
+        agreement.check(states, q.dtype, batch_digest=batch_digest, types_of_v_gate_beta=types)
     return _LinearAttention.apply(*x, StateCall(context, operator, transport, agreement))
 
 
@@ -117,8 +120,10 @@ def state_plan_of(plan: Plan | StatePlan, config: StateConfig) -> StatePlan:
     if not isinstance(plan, StatePlan):
         raise ConfigError(f"plan is {short_repr(plan)}; valid: a StatePlan, from build_state_plan, or a Plan")
     wanted = plan.state if config.scale is not None else replace(plan.state, scale=None)
-    if config != wanted:
-        raise ConfigError(f"the tensors are for {config}, the plan is for {plan.state}; valid: a plan for the tensors")
+    names = [each.name for each in fields(config) if getattr(config, each.name) != getattr(wanted, each.name)]
+    if names:
+        both = (", ".join(f"{name} {getattr(each, name)}" for name in names) for each in (config, plan.state))
+        raise ConfigError("the tensors and arguments have {}, the plan {}; valid: a plan for them".format(*both))
     return plan
 
 
@@ -129,6 +134,8 @@ def _checked_config(q: Tensor, k: Tensor, v: Tensor, kind: str, scale: float | N
             raise ConfigError(f"{name} has shape {list(x.shape)}; valid: [rows, heads, channels]")
     if q.shape != k.shape:
         raise ConfigError(f"k has shape {list(k.shape)}; valid: that of q, {list(q.shape)}")
+    if q.shape[1] and v.shape[1] % q.shape[1]:
+        raise ConfigError(f"v has {v.shape[1]} heads, q and k have {q.shape[1]}; valid: a multiple of these")
     return StateConfig(kind, v.shape[1], q.shape[2], v.shape[2], q.shape[1], scale)
 
 
@@ -137,6 +144,11 @@ def checked_inputs(
 ) -> StateInputs:
     """Check the tensors of one rank against its plan and operator, and return them with all heads each."""
     state, rank = context.state, context.rank
+    if len(q) != context.rows or len(v) != context.rows:
+        raise ConfigError(
+            f"rank {rank}: q and v have {len(q)} and {len(v)} rows; the plan gives this rank {context.rows} (is it a "
+            "plan of another batch?)"
+        )
     shape = (context.rows, state.heads)
     shapes: dict[str, list[tuple[int, ...]]] = {"gate": [shape], "beta": [shape]}
     if state.has_channel_gates:
@@ -150,24 +162,21 @@ def checked_inputs(
             shown = list(x.shape) if isinstance(x, Tensor) else short_repr(x)
             valid = " or ".join(str(list(valid)) for valid in shapes[name])
             raise ConfigError(f"rank {rank}: {name} is {shown}; valid: a tensor of shape {valid} for kind {state.kind}")
-    if len(q) != context.rows or len(v) != context.rows:
-        raise ConfigError(
-            f"rank {rank}: q and v have {len(q)} and {len(v)} rows; the plan gives this rank {context.rows} (is it a "
-            "plan of another batch?)"
-        )
     assert isinstance(gate, Tensor) and (beta is None or isinstance(beta, Tensor))
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype or tensor.device != q.device:
             raise ConfigError(
                 f"rank {rank}: {name} is {tensor.dtype} on {tensor.device}, q is {q.dtype} on {q.device}; valid: alike"
             )
-    for name, values, low, high in (("gate", gate, -float("inf"), 0.0), ("beta", beta, 0.0, BETA_LIMIT)):
+    most = BETA_LIMIT if state.has_delta else float("inf")
+    for name, values, low, high in (("gate", gate, -float("inf"), 0.0), ("beta", beta, 0.0, most)):
         if values is None:
             continue
         if not values.is_floating_point() or values.device != q.device:
             raise ConfigError(f"rank {rank}: {name} is {values.dtype} on {values.device}; valid: fp32 on {q.device}")
         if values.device.type == "cpu" and not bool((values.isfinite() & (values >= low) & (values <= high)).all()):
-            domain = "finite logs of decays, at most 0" if name == "gate" else f"from 0 to {high:g}"
+            domain = f"from 0 to {high:g}" if state.has_delta else "finite, 0 or more"
+            domain = "finite logs of decays, at most 0" if name == "gate" else domain
             wrong = values[~(values.isfinite() & (values >= low) & (values <= high))][0].item()
             raise ConfigError(f"rank {rank}: {name} has the value {wrong}; valid: {domain}")
     operator.check(state, q.dtype, q.device)
@@ -222,13 +231,22 @@ def linear_attention_in_process(
     stepping: Stepping | None = None,
 ) -> WholeStates:
     """Run all ranks of a plan on the whole batch in this process, forward and, with `dout`, backward; messages go
-    through memory. Arguments as for :func:`context_parallel_linear_attention`, with rows of all tokens, and as many
-    heads of q and k as of v.
+    through memory. Arguments as for :func:`context_parallel_linear_attention`, with rows of all tokens.
 
     Raises:
         ConfigError: a shape, a type or the backend does not fit the plan.
         PeerError: the plan dead-locks, or the two ends of a message do not match.
     """
+    check_types(q, k, v)
+    if not isinstance(plan, StatePlan):
+        raise ConfigError(f"plan is {short_repr(plan)}; valid: a StatePlan, from build_state_plan")
+    state_plan_of(plan, _checked_config(q, k, v, plan.state.kind, None))
+    tokens = plan.layout.documents.tokens
+    for name, x in (("q", q), ("v", v), ("gate", gate), ("beta", beta), ("dout", dout)):
+        if x is not None and x.dim() > 1 and len(x) != tokens:
+            raise ConfigError(f"{name} has {len(x)} rows; valid: those of the batch of the plan, {tokens}")
+    if dout is not None and dout.shape != v.shape:
+        raise ConfigError(f"dout has shape {list(dout.shape)}; valid: that of v, {list(v.shape)}")
     operator, layout, stepping = operator_for_device(q.device.type, backend), plan.layout, stepping or Stepping()
     calls, inputs = [], []
     for rank in range(plan.ranks):
@@ -247,5 +265,7 @@ def linear_attention_in_process(
         for rank, (call, (_, saved)) in enumerate(zip(over, results, strict=True))
     ]
     of_ranks = run_all_ranks(runs, network, stepping)
-    whole = [None if xs[0] is None else layout.unshard(xs) for xs in zip(*of_ranks, strict=True)]
-    return WholeStates(out, StateInputs(*whole))  # type: ignore[arg-type]
+    whole: list[Any] = [None if xs[0] is None else layout.unshard(xs) for xs in zip(*of_ranks, strict=True)]
+    repeats = plan.state.heads // plan.state.key_heads
+    whole[:2] = (x.unflatten(1, (-1, repeats)).sum(2) for x in whole[:2])  # of the heads that were given
+    return WholeStates(out, StateInputs(*whole))

@@ -150,14 +150,16 @@ def range_of_conclusion(comparison: Comparison) -> str:
     """Return between what the time of the fastest algorithm lies, as a sentence; empty if the cluster has no ranges."""
     if not comparison.range_ends:
         return ""
-    (fast, fast_ring), (slow, slow_ring) = comparison.range_ends
-    ratios = sorted((fast_ring / fast, slow_ring / slow))
-    over = f", {ratios[0]:.2f} to {ratios[1]:.2f} times as fast as the even ring"
-    cluster, first = comparison.case.cluster, "" if len(comparison.case.batches) == 1 else " of the first batch"
+    case, name = comparison.case, comparison.results[0].name
+    fast, slow = (
+        f"{comparison.ms(fastest)} ms"
+        + ("" if comparison.results[0] is comparison.ring else f", {ring / fastest:.2f} times as fast as the even ring")
+        for fastest, ring in comparison.range_ends
+    )
+    first = "" if len(case.batches) == 1 else " for the first batch"
     return (
-        f"Uncertain on {cluster.name}: {', '.join(cluster.ranges)}. Where all are at the fast or at the slow end of "
-        f"their ranges, {comparison.results[0].name} takes {comparison.ms(fast)} to {comparison.ms(slow)} ms{first}"
-        f"{over if comparison.results[0] is not comparison.ring else ''}."
+        f"Uncertain on {case.cluster.name}: {', '.join(case.cluster.ranges)}. With all of these at the fast end of "
+        f"their ranges {name} takes {fast}{first}; at the slow end {slow}."
     )
 
 

@@ -19,8 +19,8 @@ def operator_for_device(device_type: str, backend: str | StateOperator | None) -
     """
     if backend is None:
         return OPERATORS["fla" if device_type == "cuda" else "torch"]
-    if isinstance(backend, str):
+    if isinstance(backend, str) or not callable(getattr(backend, "check", None)):
         if backend not in OPERATORS:
-            raise ConfigError(f"backend is {short_repr(backend)}; valid: {', '.join(OPERATORS)}, or None")
+            raise ConfigError(f"backend is {short_repr(backend)}; valid: {', '.join(OPERATORS)}, an operator, or None")
         return OPERATORS[backend]
     return backend

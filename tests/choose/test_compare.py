@@ -139,7 +139,8 @@ def test_the_ends_of_the_ranges_are_those_of_the_first_batch() -> None:
     (fast, _), (slow, slow_ring) = compared.range_ends
     assert fast < best.timeline.total < slow < slow_ring
     text = range_of_conclusion(compared)
-    assert f"direct takes {compared.ms(fast)} to {compared.ms(slow)} ms of the first batch" in text
-    assert "Uncertain on a2: attention_efficiency, linear_efficiency" in text and "as fast as the even ring" in text
+    assert f"of their ranges direct takes {compared.ms(fast)} ms, " in text and "for the first batch; at" in text
+    assert f"at the slow end {compared.ms(slow)} ms, {slow_ring / slow:.2f} times as fast as the even ring." in text
+    assert "Uncertain on a2: attention_efficiency, linear_efficiency" in text
     certain = compare_algorithms(replace(where, cluster=where.cluster.with_values(ranges={})), [Candidate("direct")])
     assert not certain.range_ends and not range_of_conclusion(certain)

@@ -32,6 +32,7 @@ from mindspeed_cp.layout import contiguous, zigzag
 from mindspeed_cp.ops.linear_attention import ChunkedOperator, StateInputs
 from tests.engine.linear_attention import FAST_DECAY, draw_rows, largest_error, recurrence, token_by_token
 from tests.plan.states import SCHEDULES, random_layout, shreds
+from tests.workers import GlooPool
 
 KINDS = ("gated_delta", "kda", "lightning", "mamba2")
 LENGTHS, PARENTS = (90, 7, 12, 9, 0, 3), (-1, 0, 0, 2, 2, 4)
@@ -321,14 +322,14 @@ def test_bad_input_is_refused_in_one_line() -> None:
         ({"q": q[0]}, r"q has shape \[2, 4\]; valid: \[rows, heads, channels\]"),
         ({"q": None}, "q is a NoneType"),
         ({"kind": "delta"}, "kind is 'delta'; valid: gated_delta, kda, lightning, mamba2"),
-        ({"kind": "kda"}, "the tensors are for .*kda.*the plan is for .*gated_delta"),
-        ({"scale": 3.0}, "the tensors are for .*scale=3.0"),
+        ({"kind": "kda"}, "the tensors and arguments have kind kda, the plan kind gated_delta"),
+        ({"scale": 3.0}, "the tensors and arguments have scale 3.0, the plan scale None"),
         ({"plan": layout}, "plan is .*valid: a StatePlan"),
         (
             {"plan": build_state_plan(contiguous(Documents([12]), 2), state)},
             "the plan is for 2 ranks, but the group has 1",
         ),
-        ({"backend": "triton"}, "backend is 'triton'; valid: torch, fla, or None"),
+        ({"backend": "triton"}, "backend is 'triton'; valid: torch, fla, an operator, or None"),
         ({"backend": "fla"}, "backend is 'fla' with tensors on cpu; valid: tensors on a GPU"),
         ({"batch_digest": "x"}, "batch_digest is 'x'"),
     ]
@@ -355,3 +356,65 @@ def test_bad_input_is_refused_in_one_line() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             context_parallel_conv1d(**{"x": x, "weight": weight, "plan": plan, "bias": bias} | change)
+
+
+def test_key_heads_in_one_process_are_those_of_the_plan() -> None:
+    state, documents = StateConfig("gated_delta", 4, 8, 6, key_heads=2), Documents([5, 70, 0, 130, 3])
+    plan = build_state_plan(zigzag(documents, 3), state, Topology(1, 3))
+    generator = torch.Generator().manual_seed(3)
+    rows = [
+        torch.randn(208, heads, dim, dtype=torch.float64, generator=generator)
+        for heads, dim in ((2, 8), (2, 8), (4, 6))
+    ]
+    q, k = (torch.nn.functional.normalize(x, dim=-1) for x in rows[:2])
+    gate, beta = -torch.rand(208, 4, dtype=torch.float64), torch.rand(208, 4, dtype=torch.float64)
+    result = linear_attention_in_process(plan, q, k, rows[2], gate, beta, torch.ones_like(rows[2]))
+    repeated = [x.repeat_interleave(2, 1) for x in (q, k)]
+    whole = StateInputs(*repeated, rows[2], gate, beta)
+    wanted = token_by_token(whole, torch.ones_like(rows[2]), documents, StateConfig("gated_delta", 4, 8, 6))
+    assert torch.allclose(result.out, wanted.out, atol=1e-12)
+    assert result.gradients is not None and wanted.gradients is not None
+    for own, of_all in zip(result.gradients[:2], wanted.gradients[:2], strict=True):
+        assert torch.allclose(own, of_all.unflatten(1, (2, 2)).sum(2), atol=1e-11)
+    with pytest.raises(ConfigError, match="have key_heads 4, the plan key_heads 2"):
+        linear_attention_in_process(plan, *repeated, rows[2], gate, beta)
+    with pytest.raises(ConfigError, match="dout has shape"):
+        linear_attention_in_process(plan, q, k, rows[2], gate, beta, rows[2][:, :, :5])
+    mamba = StateConfig("mamba2", 4, 8, 6, key_heads=2)  # its step width has no upper limit
+    steps = linear_attention_in_process(
+        build_state_plan(zigzag(documents, 3), mamba, Topology(1, 3)), q, k, rows[2], gate, 7 * beta
+    )
+    assert bool(steps.out.isfinite().all())
+
+
+def ranks_differ(rank: int, group: Any, what: str) -> str:
+    """Return the error of a call that differs on rank 1."""
+    documents, state = Documents([9, 20, 3]), StateConfig("lightning", 2, 4)
+    plan = build_state_plan(contiguous(documents, 2), state, Topology(1, 2), "heads")
+    rows = plan.layout.shard(torch.ones(32, 2, 4), rank)
+    gate, beta = -torch.ones(len(rows), 2), torch.ones(len(rows), 2)
+    try:
+        if what == "width":
+            context_parallel_conv1d(rows.flatten(1), torch.ones(8, 3 + rank), plan, group=group)
+        elif what == "activation":
+            context_parallel_conv1d(
+                rows.flatten(1), torch.ones(8, 3), plan, activation="silu" if rank else None, group=group
+            )
+        else:
+            gate = gate.double() if what == "type" and rank else gate
+            given = None if what == "beta" and rank else beta
+            context_parallel_linear_attention(rows, rows, rows, gate, given, plan, group=group)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("what", "name"), [
+    ("width", "channels_width_activation_bias"), ("activation", "channels_width_activation_bias"),
+    ("beta", "types_of_v_gate_beta"), ("type", "types_of_v_gate_beta"),
+])  # fmt: skip
+def test_calls_that_differ_between_ranks_are_refused_before_anything_is_sent(
+    workers: GlooPool, what: str, name: str
+) -> None:
+    for error in workers.run(2, ranks_differ, what):
+        assert name in error and "\n" not in error.strip()
