@@ -257,7 +257,7 @@ def test_all_documents_go_to_groups_of_any_number_of_nodes_that_heads_allow() ->
 def test_clusters_whose_launches_and_posts_take_no_time_are_planned_for(tmp_path: Path) -> None:
     for launch, posting in ((0, 0), (0, 1e-6), (1e-6, 0)):
         path = tmp_path / f"{launch} {posting}.yaml"
-        values = preset_values(load_cluster("a2")) | {"launch": launch, "posting": posting}
+        values = preset_values(load_cluster("a2").with_values(launch=float(launch), posting=float(posting)))
         path.write_text("".join(f"{key}: {value}\n" for key, value in values.items()), encoding="utf-8")
         model = model_of(Documents([5000, 40, 700]), Topology(2, 2, str(path)), AttentionConfig(heads=8, head_dim=64))
         assert PlacementSearch(model).score.total >= model.bound

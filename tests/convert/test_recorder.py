@@ -69,12 +69,12 @@ def test_folders_of_the_run_are_those_of_the_caller(tmp_path: Path, monkeypatch:
 
 
 def test_a_script_that_does_not_end_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "TIME_LIMIT", 0.5)
+    monkeypatch.setattr(launch, "TIME_LIMIT", 3.0)
     begin = time.monotonic()
     recording = recorded("python a.py\nread x\n(while :; do :; done) &\nwhile :; do sleep 1; done", tmp_path)
     assert recording.timed_out and recording.commands == (("python", "a.py"),)
-    assert time.monotonic() - begin < 10
-    while time.monotonic() - begin < 10:  # killed processes leave the list a moment later
+    assert time.monotonic() - begin < 20
+    while time.monotonic() - begin < 20:  # killed processes leave the list a moment later
         left = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
         if str(tmp_path / "launch.sh") not in left:
             return
