@@ -136,7 +136,8 @@ def build_hierarchical(
         placements = result.best_of_policies(simulated_placements - levelled)
         if cap is not None and simulated_placements > 1:  # more room must not make plans slower
             with suppress(ConfigError):
-                less = (cap - -documents.tokens // topology.ranks) // 2
+                even = -(-documents.tokens // topology.ranks)
+                less = (cap + even) // 2
                 placements += choose_placement(*problem, may_split, remap, less, *sizes).best_of_policies(1)
         if robustness and simulated_placements > 1:
             placements = list(dict.fromkeys([*placements, *result.robust()]))

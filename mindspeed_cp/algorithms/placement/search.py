@@ -168,9 +168,11 @@ class PlacementSearch:
         seconds and waits, the first. After the fastest come those that are nearly as fast and of other kinds, then all
         others."""
         best: dict[PlacementPolicy, _Trial] = {}
-        for trial in {(trial.seconds, trial.waits): trial for trial in reversed(self.tried)}.values():
-            best[trial.placement.policy] = trial
-        best = dict(sorted(best.items(), key=lambda item: self.tried.index(item[1])))
+        seen = set()
+        for trial in self.tried:
+            if (trial.seconds, trial.waits) not in seen:
+                seen.add((trial.seconds, trial.waits))
+                best.setdefault(trial.placement.policy, trial)
         kinds: dict[tuple[bool, ...], _Trial] = {}
         for trial in best.values():
             if trial.seconds <= OTHER_KIND_WITHIN * self.tried[0].seconds:
